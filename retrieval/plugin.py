@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         LinearMap as LinearMap,
         MetricLearner as MetricLearner,
     )
-    from retrieval.model.model import Normalize as Normalize
+    from retrieval.model.model import Normalise as Normalise
     from retrieval.store.index_backend import IndexBackend as IndexBackend
 
     stores = store

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from pydantic import PositiveFloat
 from retrieval.helpers import full_precision
-from retrieval.plugin import Generator, Normalize
+from retrieval.plugin import Generator, Normalise
 from torch import Tensor, nn
 
 # If the sum of the two terms of a point on the sphere is shorter than this share of their lengths,
@@ -92,9 +92,9 @@ class Confusion(Generator):
 
 def _before_scaling(head: nn.Module) -> nn.Sequential | None:
     """Return the head without its last layer if that layer scales to unit length, else None."""
-    if isinstance(head, Normalize):
+    if isinstance(head, Normalise):
         return nn.Sequential()
-    if isinstance(head, nn.Sequential) and len(head) and isinstance(head[-1], Normalize):
+    if isinstance(head, nn.Sequential) and len(head) and isinstance(head[-1], Normalise):
         return head[:-1]
     return None
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import NonNegativeFloat, PositiveInt
 from retrieval.helpers import as_given, full_precision
-from retrieval.plugin import Normalize, Part
+from retrieval.plugin import Normalise, Part
 from torch import Tensor, nn
 
 
@@ -19,7 +19,7 @@ class Matryoshka(nn.Module):
         losses: one loss per width; the last one is for the whole embedding.
         widths: numbers of dimensions, ascending; the last one is that of the whole embedding.
         weights: one weight per width.
-        normalize: whether to scale each prefix to unit length; the whole embedding is not scaled.
+        normalise: whether to scale each prefix to unit length; the whole embedding is not scaled.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Matryoshka(nn.Module):
         losses: Sequence[nn.Module],
         widths: Sequence[int],
         weights: Sequence[float],
-        normalize: bool = True,
+        normalise: bool = True,
     ) -> None:
         super().__init__()
         if not len(losses) == len(widths) == len(weights):
@@ -45,7 +45,7 @@ class Matryoshka(nn.Module):
         )
         self.widths = tuple(widths)
         self.weights = tuple(weights)
-        self.unit = Normalize() if normalize else nn.Identity()
+        self.unit = Normalise() if normalise else nn.Identity()
 
     def forward(
         self,
@@ -89,7 +89,7 @@ def matryoshka(
     widths: list[PositiveInt],
     embedding_size: int,
     weights: list[NonNegativeFloat] | None = None,
-    normalize: bool = True,
+    normalise: bool = True,
 ) -> Matryoshka:
     """Apply a loss to the embedding and to its prefixes, so that vectors can be truncated.
 
@@ -102,8 +102,8 @@ def matryoshka(
         widths: numbers of dimensions of the prefixes, ascending and smaller than the embedding's.
             The whole embedding is always trained too.
         weights: one weight per width, then one for the whole embedding; 1 by default.
-        normalize: whether to scale each prefix to unit length, as the export does. Set it to false
-            if [head] normalize is false.
+        normalise: whether to scale each prefix to unit length, as the export does. Set it to false
+            if [head] normalise is false.
     """
     losses: Any = loss  # one per width and one for the whole embedding; see `Part`
     if widths and not widths[-1] < embedding_size:
@@ -117,5 +117,5 @@ def matryoshka(
             f" Set {len(widths) + 1}"
         )
     return Matryoshka(
-        losses, [*widths, embedding_size], weights or [1.0] * (len(widths) + 1), normalize
+        losses, [*widths, embedding_size], weights or [1.0] * (len(widths) + 1), normalise
     )

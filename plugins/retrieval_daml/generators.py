@@ -25,7 +25,7 @@ class TripletGenerator(Generator):
         lambda_adv: λ₂, weight of fooling the metric.
         margin: α, a squared distance.
         residual: whether to add the network's output to the sample that is changed.
-        normalize: whether to scale the result to the length of that sample.
+        normalise: whether to scale the result to the length of that sample.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TripletGenerator(Generator):
         lambda_adv: float | None,
         margin: float,
         residual: bool,
-        normalize: bool,
+        normalise: bool,
     ) -> None:
         super().__init__()
         reg, adv = PRESETS[preset]
@@ -52,7 +52,7 @@ class TripletGenerator(Generator):
             raise ValueError(f"margin is {margin:g} and must be a finite squared distance")
         self.margin = margin
         self.residual = residual
-        self.normalize = normalize
+        self.normalise = normalise
         last = nn.Linear(features, features)
         if residual:  # the output is 0 at the start
             nn.init.zeros_(last.weight)
@@ -64,7 +64,7 @@ class TripletGenerator(Generator):
         changed: Tensor = self.network(torch.cat([anchor, positive, negative], 1))
         if self.residual:
             changed = sample + changed
-        if self.normalize:
+        if self.normalise:
             changed = nn.functional.normalize(changed) * sample.norm(dim=1, keepdim=True)
         return changed
 
@@ -92,7 +92,7 @@ class HardNegativeGenerator(TripletGenerator):
         form: "triplet", or "contrastive" for losses of pairs.
         residual: whether to add the network's output to the negative, so that training starts with
             real negatives.
-        normalize: whether to scale x̃ to the length of its negative, which preserves unit length.
+        normalise: whether to scale x̃ to the length of its negative, which preserves unit length.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class HardNegativeGenerator(TripletGenerator):
         margin: float = 1.0,
         form: Literal["triplet", "contrastive"] = "triplet",
         residual: bool = True,
-        normalize: bool = True,
+        normalise: bool = True,
     ) -> None:
-        super().__init__(features, preset, lambda_reg, lambda_adv, margin, residual, normalize)
+        super().__init__(features, preset, lambda_reg, lambda_adv, margin, residual, normalise)
         if form not in ("triplet", "contrastive"):
             raise ValueError(f'form is {form!r} and must be "triplet" or "contrastive"')
         self.form = form
@@ -143,7 +143,7 @@ class HardPositiveGenerator(TripletGenerator):
         −‖x̃ − a‖² + λ₁ ‖x̃ − p‖² + λ₂ [ D(n, a)² − D(x̃, a)² − α ]₊
 
     The first two terms are bounded below only for λ₁ > 1 or for outputs of bounded length, so
-    `normalize = false` with λ₁ ≤ 1 is an error. The paper finds little gain from hard positives
+    `normalise = false` with λ₁ ≤ 1 is an error. The paper finds little gain from hard positives
     (Table XIV).
 
     Args:
@@ -153,7 +153,7 @@ class HardPositiveGenerator(TripletGenerator):
         margin: α, a squared distance. Use the margin of the loss.
         residual: whether to add the network's output to the positive, so that training starts with
             real positives.
-        normalize: whether to scale x̃ to the length of its positive, which preserves unit length.
+        normalise: whether to scale x̃ to the length of its positive, which preserves unit length.
     """
 
     replaces: ClassVar[Literal["positive", "negative"]] = "positive"
@@ -166,12 +166,12 @@ class HardPositiveGenerator(TripletGenerator):
         lambda_adv: NonNegativeFloat | None = None,
         margin: float = 1.0,
         residual: bool = True,
-        normalize: bool = True,
+        normalise: bool = True,
     ) -> None:
-        super().__init__(features, preset, lambda_reg, lambda_adv, margin, residual, normalize)
-        if not normalize and self.lambda_reg <= 1:
+        super().__init__(features, preset, lambda_reg, lambda_adv, margin, residual, normalise)
+        if not normalise and self.lambda_reg <= 1:
             raise ValueError(
-                f"lambda_reg is {self.lambda_reg:g}, and without normalize it must be above 1:"
+                f"lambda_reg is {self.lambda_reg:g}, and without normalise it must be above 1:"
                 " otherwise the objective has no minimum, and the positives move away forever"
             )
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import NonNegativeFloat, PositiveInt
 from retrieval.errors import RecipeError
 from retrieval.helpers import full_precision
-from retrieval.plugin import Combiner, Normalize, TripletIndices
+from retrieval.plugin import Combiner, Normalise, TripletIndices
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -129,7 +129,7 @@ class LocalMetrics(Combiner):
 
     def build_head(self, features: int) -> nn.Module:
         """Return the head: features (B, F) → K unit embeddings side by side (B, D)."""
-        last: nn.Module = Normalize() if self.metrics == 1 else UnitParts(self.metrics)
+        last: nn.Module = Normalise() if self.metrics == 1 else UnitParts(self.metrics)
         if not self.views:
             return nn.Sequential(nn.Linear(features, self.embedding_size), last)
         if features % self.metrics:

@@ -300,7 +300,7 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
 
 
 def checked(settings: Settings, host: str) -> Settings:
-    """Check settings and return them with normalized hosts and proxies.
+    """Check settings and return them with normalised hosts and proxies.
 
     Raises:
         RetrievalError: a setting is invalid, or others could reach a server without keys.
@@ -331,7 +331,7 @@ def checked(settings: Settings, host: str) -> Settings:
 
 
 def _host(text: str) -> str:
-    """Normalize a host name; raise a RetrievalError if no request could match it."""
+    """Normalise a host name; raise a RetrievalError if no request could match it."""
     if not _HOST.fullmatch(text.lower()):
         raise RetrievalError(
             "--allow-host takes a host name as clients write it, such as photos.example: no"
@@ -341,7 +341,7 @@ def _host(text: str) -> str:
 
 
 def _proxy(text: str) -> str:
-    """Normalize a proxy's address or network; raise a RetrievalError if it is invalid."""
+    """Normalise a proxy's address or network; raise a RetrievalError if it is invalid."""
     try:
         network = ipaddress.ip_network(plain_address(text))
     except ValueError:

@@ -38,7 +38,7 @@ from retrieval.images.image_files import find_images
 from retrieval.images.preprocessing import Preprocessing, from_array
 from retrieval.model.contracts import Backbone
 from retrieval.model.graph import TOLERANCE
-from retrieval.model.model import Model, Normalize, check_width, linear_head
+from retrieval.model.model import Model, Normalise, check_width, linear_head
 from retrieval.model.products import check_backbone
 from retrieval.recipe.read import naming
 from retrieval.run.build import differing_tensors
@@ -198,7 +198,7 @@ def whitening_head(features: Floats, dimensions: int | None = None) -> nn.Sequen
         )
     scale = np.sqrt(variance[:outputs] + _SMALL * variance[0])
     components = pca.components_[:outputs] / scale[:, None]
-    return nn.Sequential(*linear_head(components, pca.mean_), Normalize())
+    return nn.Sequential(*linear_head(components, pca.mean_), Normalise())
 
 
 Places = StrPath | Sequence[StrPath]

@@ -22,7 +22,7 @@ from retrieval.export.export_model import export_model
 from retrieval.export.variants import VariantName
 from retrieval.export.verify import is_normalized
 from retrieval.model.graph import TOLERANCE, ready
-from retrieval.model.model import Model, Normalize, Prefix
+from retrieval.model.model import Model, Normalise, Prefix
 from retrieval.run.open import ItemCodes, Run
 
 MANY = 10_000
@@ -123,7 +123,7 @@ def _cut(model: Model, items: Array, dimensions: int) -> Model:
     if dimensions == width:
         return model
     if is_normalized(codes.numpy()):
-        unit = [Normalize()]
+        unit = [Normalise()]
     else:
         unit = []
     cut = Model(model.backbone, nn.Sequential(model.head, Prefix(dimensions), *unit))

@@ -42,7 +42,7 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-class Normalize(nn.Module):
+class Normalise(nn.Module):
     """Scale each row to unit Euclidean length; a zero row stays zero."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Prefix(nn.Module):
 
 
 def build_head(
-    features: int, embedding_size: int, hidden: Sequence[int] = (), normalize: bool = True
+    features: int, embedding_size: int, hidden: Sequence[int] = (), normalise: bool = True
 ) -> nn.Sequential:
     """Return the default head: linear layers with ReLU between them, then unit length."""
     widths = [features, *hidden]
@@ -71,8 +71,8 @@ def build_head(
     for width_in, width_out in itertools.pairwise(widths):
         layers += [nn.Linear(width_in, width_out), nn.ReLU()]
     layers.append(nn.Linear(widths[-1], embedding_size))
-    if normalize:
-        layers.append(Normalize())
+    if normalise:
+        layers.append(Normalise())
     return nn.Sequential(*layers)
 
 

@@ -96,7 +96,7 @@ def _parts(recipe: Tables, present: Collection[str]) -> Iterator[str]:
     head = recipe.head
     train = recipe.train
     own = recipe.generator_optimizer
-    changed = {"identity": head.identity, "hidden": head.hidden, "normalize": not head.normalize}
+    changed = {"identity": head.identity, "hidden": head.hidden, "normalise": not head.normalise}
     for key, is_set in changed.items():
         if is_set and "combiner" in present:
             yield f"[head] {key}: a [combiner] brings its own head. Remove one of the two."

@@ -179,7 +179,7 @@ class Head(Section):
     """Dimension of the embedding."""
     hidden: list[PositiveInt] = Field([])
     """Widths of hidden layers with ReLU. The default is a linear map."""
-    normalize: bool = True
+    normalise: bool = True
     """Scale embeddings to unit length; distance and cosine then order alike."""
     identity: bool = False
     """Use the features as the embedding, without a head."""

@@ -150,7 +150,7 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
         return Model(backbone, nn.Identity())
     head = recipe.head
     with calling(f"[head] embedding_size = {head.embedding_size}, hidden = {head.hidden}"):
-        layers = build_head(backbone.features, head.embedding_size, head.hidden, head.normalize)
+        layers = build_head(backbone.features, head.embedding_size, head.hidden, head.normalise)
     return Model(backbone, layers)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from retrieval.errors import RecipeError
 from retrieval.host.plugins import load_plugins
-from retrieval.model.model import Normalize, build_head
+from retrieval.model.model import Normalise, build_head
 from retrieval.recipe.read import check_recipe
 from retrieval.run import checkpoint
 from retrieval.training.trainer import train_run
@@ -38,8 +38,8 @@ def linear(codes: int, bias: bool = True, unit: bool = False, seed: int = 1) -> 
     return nn.Sequential(*layers, *([Unit()] if unit else []))
 
 
-class Unit(Normalize):
-    """`Normalize` in float64."""
+class Unit(Normalise):
+    """`Normalise` in float64."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / x.norm(dim=-1, keepdim=True)
@@ -117,7 +117,7 @@ class TestSphere:
         assert reached < cost(head(a)) and reached < 1.3 * cost(best)
 
     def test_opposite_and_zero_embeddings_stay_finite(self):
-        head = nn.Sequential(Normalize())
+        head = nn.Sequential(Normalise())
         a = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
         n = torch.tensor([[-2.0, -4.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
         z = bound(head, 2.0)(a, a, n)
@@ -150,7 +150,7 @@ class TestSideEffects:
 
     def test_batch_statistics_dropout_and_random_state_stay(self):
         torch.manual_seed(0)
-        head = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Normalize())
+        head = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Normalise())
         head[1].eval()
         state, random = (
             {k: v.clone() for k, v in head.state_dict().items()},

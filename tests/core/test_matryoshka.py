@@ -55,7 +55,7 @@ def contrastive(rows: list[list[float]], labels: list[int], width: int, unit: bo
 
 @pytest.mark.parametrize("unit", [True, False])
 def test_is_the_weighted_sum_of_the_loss_at_each_width(unit):
-    loss, embeddings = make(weights=WEIGHTS, normalize=unit), batch()
+    loss, embeddings = make(weights=WEIGHTS, normalise=unit), batch()
     value = loss(embeddings, LABELS)
     rows, labels = embeddings.tolist(), LABELS.tolist()
 
@@ -94,7 +94,7 @@ def test_prefixes_have_unit_length():
     assert torch.allclose(seen[1] * embeddings[:, :5].norm(dim=1, keepdim=True), embeddings[:, :5])
     assert seen[2] is embeddings
     seen.clear()
-    Matryoshka([Seen(), Seen()], [2, 12], [1, 1], normalize=False)(embeddings, LABELS)
+    Matryoshka([Seen(), Seen()], [2, 12], [1, 1], normalise=False)(embeddings, LABELS)
     assert torch.equal(seen[0], embeddings[:, :2])
 
 

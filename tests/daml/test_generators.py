@@ -22,7 +22,7 @@ A, P, N = (
     torch.randn(T, F, generator=torch.Generator().manual_seed(s), dtype=torch.float64)
     for s in (1, 2, 3)
 )
-HEAD = build_head(F, 3, normalize=False).double()
+HEAD = build_head(F, 3, normalise=False).double()
 for parameter in HEAD.parameters():
     nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
 
@@ -31,11 +31,11 @@ GENERATORS: list[tuple[type[Any], dict[str, Any]]] = [
     (HardNegativeGenerator, {"preset": "paper", "margin": 0.3}),
     (HardNegativeGenerator, {"form": "contrastive"}),
     (HardNegativeGenerator, {"residual": False}),
-    (HardNegativeGenerator, {"normalize": False, "lambda_reg": 3.0, "lambda_adv": 7.0}),
-    (HardNegativeGenerator, {"residual": False, "normalize": False, "margin": -0.5}),
+    (HardNegativeGenerator, {"normalise": False, "lambda_reg": 3.0, "lambda_adv": 7.0}),
+    (HardNegativeGenerator, {"residual": False, "normalise": False, "margin": -0.5}),
     (HardPositiveGenerator, {}),
     (HardPositiveGenerator, {"preset": "paper", "margin": 0.2}),
-    (HardPositiveGenerator, {"normalize": False, "residual": False, "lambda_adv": 2.0}),
+    (HardPositiveGenerator, {"normalise": False, "residual": False, "lambda_adv": 2.0}),
 ]
 
 
@@ -66,7 +66,7 @@ def forward_by_loops(generator: Any, a: list[float], p: list[float], n: list[flo
     out = plain(generator.network[2], hidden)
     if generator.residual:
         out = [s + v for s, v in zip(source, out, strict=True)]
-    if generator.normalize:
+    if generator.normalise:
         length = math.sqrt(squared(source, [0.0] * F) / squared(out, [0.0] * F))
         out = [v * length for v in out]
     return out
@@ -142,8 +142,8 @@ def test_wrong_parameters_are_refused_in_code(value):
 
 
 def test_an_objective_without_a_minimum_is_refused():
-    table = {"name": "daml.hard_positive", "preset": "paper", "normalize": False}
-    says = "lambda_reg is 1, and without normalize it must be above 1"
+    table = {"name": "daml.hard_positive", "preset": "paper", "normalise": False}
+    says = "lambda_reg is 1, and without normalise it must be above 1"
     with pytest.raises(RecipeError, match=says):
         load_plugins().build("generators", table, {"features": F})
 

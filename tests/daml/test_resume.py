@@ -191,7 +191,7 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(tmp_path, monkeypat
 def test_nan_weights_of_a_generator_stop_the_training(tmp_path):
     tables = {
         "miner": None,
-        "generator": {"name": "daml.hard_negative", "residual": False, "normalize": False},
+        "generator": {"name": "daml.hard_negative", "residual": False, "normalise": False},
         "generator_optimizer": {"name": "SGD", "lr": 1e38},
         "schedule": {},
         "train": {"epochs": 3, "device": "cpu", "checkpoint_every": 1},

@@ -13,7 +13,7 @@ from retrieval.errors import BundleError
 from retrieval.export.export_model import export_model
 from retrieval.images.preprocessing import Preprocessing, from_array
 from retrieval.model.contracts import Backbone, Combiner, Subspace
-from retrieval.model.model import Model, Normalize, build_head
+from retrieval.model.model import Model, Normalise, build_head
 from torch import Tensor, nn
 
 
@@ -199,4 +199,4 @@ def net():
 def linear():
     """One linear map, like the model of a learner."""
     torch.manual_seed(1)
-    return Model(Vectors(), nn.Sequential(nn.Linear(64, 8), Normalize()))
+    return Model(Vectors(), nn.Sequential(nn.Linear(64, 8), Normalise()))

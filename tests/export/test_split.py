@@ -15,7 +15,7 @@ from retrieval.cli.app import app
 from retrieval.export import verify
 from retrieval.export.export_model import export_model
 from retrieval.export.export_run import export
-from retrieval.model.model import Model, Normalize, build_head
+from retrieval.model.model import Model, Normalise, build_head
 from torch import nn
 
 
@@ -32,7 +32,7 @@ def test_a_split_bundle_gives_what_the_whole_one_gives(combiner, net, digits, pa
     model = net
     if combiner is not None:
         made = parts.Sum() if combiner == "Sum" else parts.Inner(radius=2.0)
-        model = Model(net.backbone, nn.Sequential(made.build_head(96), Normalize()), made)
+        model = Model(net.backbone, nn.Sequential(made.build_head(96), Normalise()), made)
     items = digits[0][:40]
     export_model(model, items, tmp_path / "whole", name="m")
     manifest = export_model(model, items, tmp_path / "split", name="m", split=True)

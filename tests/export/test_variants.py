@@ -10,7 +10,7 @@ import pytest
 import torch
 from retrieval.bundle.bundle import Bundle
 from retrieval.export.variants import measure, row_cosine
-from retrieval.model.model import Model, Normalize, build_head
+from retrieval.model.model import Model, Normalise, build_head
 from torch import nn
 
 
@@ -121,7 +121,7 @@ def test_int8_needs_and_uses_the_calibration_items(trained, digits, exported, re
 
 def test_lengths_beyond_float16_survive_scaling_to_unit_length(parts, vectors, exported):
     torch.manual_seed(0)
-    head = nn.Sequential(nn.Linear(64, 8), Normalize())
+    head = nn.Sequential(nn.Linear(64, 8), Normalise())
     with torch.no_grad():
         head[0].weight.mul_(250)  # entries near 20,000: their squares do not fit float16
     manifest = exported(Model(parts.Vectors(), head), vectors[0], variants=["fp16"])
@@ -138,7 +138,7 @@ def test_a_model_beyond_float16_is_refused(parts, vectors, refused):
 
 def test_int8_without_a_layer_to_quantise_is_refused(parts, vectors, refused):
     options = {"variants": ["int8"], "calibration": vectors[0]}
-    model = Model(parts.Vectors(), Normalize())
+    model = Model(parts.Vectors(), Normalise())
     refused(model, vectors[0], "no convolution or linear layer", **options)
 
 

@@ -111,7 +111,7 @@ TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
     ({**COMBINER, **DISTANCE}, ["[loss] distance: [combiner]", "cosine is already the distance"]),
     ({**COMBINER, "head": {"identity": True}}, [f"[head] identity: {BRINGS}"]),
     ({**COMBINER, "head": {"hidden": [8]}}, [f"[head] hidden: {BRINGS}"]),
-    ({**COMBINER, "head": {"normalize": False}}, ["[head] normalize: a [combiner] brings"]),
+    ({**COMBINER, "head": {"normalise": False}}, ["[head] normalise: a [combiner] brings"]),
     ({"learner": {"name": "everything.centre"}}, ["either a [loss] or a [learner], not both"]),
     ({"loss": None}, ["either a [loss] or a [learner]; it has neither"]),
     ({**LEARNER, **MINER}, ["[miner] needs a [loss]"]),
