@@ -1,4 +1,7 @@
-"""Evaluate a run on its held-out items.
+"""Evaluate a run on its held-out items, as its recipe's `[evaluate]` says.
+
+`[evaluate]` decides the gallery, what is relevant, which items a query does not see, the groups of
+queries, and whether unknown queries must be rejected; `Protocol` follows it.
 
 The contestants are the trained model and, on request, the raw inputs and a bundle. A bundle is
 searched as a server searches it: if it has a rescorer, the nearest vectors are candidates, and the
@@ -7,43 +10,47 @@ rescorer orders the candidates by their codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from retrieval.base.arrays import Floats, Ints
+from retrieval.base.arrays import Bools, Floats, Ints
 from retrieval.base.files import write_json
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Progress, shows_progress
-from retrieval.bundle.distances import bundle_distances, columns_of_subspaces
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import (
     ByContestant,
     Evaluation,
+    Levels,
     Metrics,
+    Tags,
     class_sizes,
+    evaluate_search,
     grid,
+    is_answerable,
     left_out,
+    relevant_items,
     resolve_metrics,
 )
-from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.evaluation.protocol import (
-    Protocol,
-    device_of,
-    items_of,
-    refuse_side,
-    unanswerable,
-)
+from retrieval.evaluation.neighbors import Exclusion, NeighborSearch, exact_neighbors
+from retrieval.run.build import check_columns
 from retrieval.run.open import ItemCodes, Run
 
 if TYPE_CHECKING:
     from retrieval.bundle.bundle import Bundle
     from retrieval.bundle.manifest import SubspaceEntry
+    from retrieval.data.datasets import Dataset
+    from retrieval.data.splits import Splits
     from retrieval.model.contracts import Metric
+    from retrieval.recipe.read import Recipe
+
+Items = Ints
 
 
 @dataclass(frozen=True)
@@ -158,23 +165,22 @@ def evaluate(
         protocol.refuse_bundle()
     device = device_of(run)
     model = run.model.to(device)
-    codes = ItemCodes(run, device)
+    combiner = model.combiner
 
     def measure(encode: Callable[[Ints], Any], distance: Any = None) -> Evaluation:
-        sides = encode(query), None if gallery is None else encode(gallery)
-        return protocol.measure(*sides, distance, metrics=chosen, clusters=clusters)
+        query_codes = encode(query)
+        gallery_codes = None if gallery is None else encode(gallery)
+        return protocol.measure(
+            query_codes, gallery_codes, distance, metrics=chosen, clusters=clusters
+        )
 
-    contestants = {"trained": measure(codes, model.combiner and model.combiner.compute_mat)}
-    if not contestants["trained"].queries:
+    trained = measure(ItemCodes(run, device), combiner and combiner.compute_mat)
+    if not trained.queries:
         raise DataError(unanswerable(run, side))
+    contestants = {"trained": trained}
     if baseline:
-        if run.dataset.kind == "features":
-            raw = "raw vectors"
-        else:
-            raw = "raw pixels"
-        contestants[raw] = measure(lambda items: pixels(run.dataset, items, model))
+        contestants[raw_name(run)] = measure(lambda items: pixels(run.dataset, items, model))
     values = {name: contestant.values for name, contestant in contestants.items()}
-    trained = contestants["trained"]
     candidates = None
     if bundle is not None:
         values["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
@@ -195,6 +201,273 @@ def evaluate(
     return results
 
 
+KEYS = ("exclude", "levels", "tags", "by", "gallery_items", "open_set")
+"""Keys of `[evaluate]` for which no bundle is measured: a server's search cannot follow them."""
+
+
+def refuse_side(side: str) -> None:
+    """Refuse a side that is neither "test" nor "validation"."""
+    if side not in ("test", "validation"):
+        raise DataError(f'A run is measured on its "test" or "validation" side, not on {side!r}.')
+
+
+def items_of(run: Run, side: str) -> tuple[Items, Items | None]:
+    """Return the queries of a run's side, and its gallery or, if that is the queries, `None`."""
+    run.require_data()
+    splits = run.splits
+    if side == "test":
+        query = splits.query
+        gallery = splits.gallery
+    else:
+        query = splits.validation
+        gallery = None
+    if not len(query):
+        raise DataError(f"{run.path} has no {side} items, because its [split] leaves none.")
+    return query, gallery
+
+
+def raw_name(run: Run) -> str:
+    """Return the name of the contestant that compares the raw inputs."""
+    return "raw vectors" if run.dataset.kind == "features" else "raw pixels"
+
+
+def device_of(run: Run) -> torch.device:
+    """Return where to encode a run's items: a CUDA device, unless its recipe asks for the CPU."""
+    cuda = torch.cuda.is_available() and run.recipe.train.device != "cpu"
+    return torch.device("cuda" if cuda else "cpu")
+
+
+@dataclass(frozen=True)
+class DividedItems:
+    """A recipe's data before there is a model: all items, and which of them are on which side."""
+
+    recipe: Recipe
+    dataset: Dataset
+    splits: Splits
+
+
+def refuse_unanswerable(run: Run | DividedItems) -> None:
+    """Refuse a run before training if no query of a side has a right answer.
+
+    The means over the queries of such a side would be NaN.
+
+    Raises:
+        DataError: the validation side or the test side cannot be measured.
+    """
+    splits = run.splits
+    test = Protocol(run, splits.query, splits.gallery)
+    # each random gallery may leave other queries, so each is checked
+    rounds = test.rounds(splits.query, splits.gallery)
+    sides = [("test", query, gallery) for query, gallery, _, _ in rounds]
+    if len(splits.validation):
+        sides.append(("validation", splits.validation, None))
+    for side, query, gallery in sides:
+        # nothing is searched, so the items' own numbers stand in for their codes
+        search, query_class, item_class, arguments = test.search(query, gallery, query, gallery)
+        if not is_answerable(search, query_class, item_class, arguments.get("relevance")):
+            raise DataError(unanswerable(run, side))
+        if side == "test" and run.recipe.evaluate.open_set:
+            refuse_one_kind(relevant_items(search, query_class, item_class) > 0)
+
+
+def unanswerable(run: Run | DividedItems, side: str) -> str:
+    """Return why no metric of a side can be measured, and what to do."""
+    excluded = ""
+    advice = ""
+    if column := run.recipe.evaluate.exclude:
+        excluded = f", as [evaluate] exclude = {column!r} hides the others"
+    if side == "validation":
+        advice = ", or train without a validation side"
+    return (
+        f"No item of the {side} side has another of its class to find{excluded}, so nothing can be"
+        f" measured there. Choose a [split] that gives this side two items of a class{advice}."
+    )
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The queries and the gallery of an evaluation, measured as a run's `[evaluate]` says.
+
+    Attributes:
+        run: the run, or its data.
+        query: (Q,), the items that are queries.
+        gallery: (N,), the items to search; `None` means the queries or, with `gallery_items`,
+            random queries.
+    """
+
+    run: Run | DividedItems
+    query: Items
+    gallery: Items | None
+
+    def refuse_bundle(self) -> None:
+        """Refuse to measure a bundle if a key of `KEYS` is set."""
+        table = self.run.recipe.evaluate
+        if keys := [key for key in KEYS if getattr(table, key) not in (None, [])]:
+            raise DataError(
+                f"[evaluate] {', '.join(keys)}: a bundle cannot be measured under this protocol."
+                " Leave out the bundle, or remove this from the recipe."
+            )
+
+    def measure(self, query: Any, gallery: Any, distance: Any = None, **further: Any) -> Evaluation:
+        """Return the metrics of the queries' and the gallery's codes.
+
+        With random galleries, each metric is its mean over these, and the rest is of the first.
+        `further` are arguments of `evaluate_search`.
+
+        Raises:
+            RecipeError: the data lack a column that `[evaluate]` names.
+            DataError: a random gallery cannot be drawn.
+        """
+        rates = self.run.recipe.evaluate.open_set
+        evaluations = []
+        for sides in self.rounds(query, gallery):
+            search, query_class, item_class, arguments = self.search(*sides, distance)
+            evaluation = evaluate_search(search, query_class, item_class, **arguments, **further)
+            if rates:
+                evaluation.values.update(open_set(search, query_class, item_class, rates))
+            evaluations.append(evaluation)
+        first = evaluations[0]
+        if len(evaluations) == 1:
+            return first
+        means = {}
+        spread = {}
+        for name in first.values:
+            column = [evaluation.values[name] for evaluation in evaluations]
+            means[name] = float(np.mean(column))
+            spread[name] = float(np.std(column, ddof=1))
+        return replace(first, values=means, spread=spread)
+
+    def rounds(self, query: Any, gallery: Any) -> Iterator[tuple[Items, Items | None, Any, Any]]:
+        """Yield queries, gallery, and the codes of both: once, or for each random gallery."""
+        table = self.run.recipe.evaluate
+        if table.gallery_items is None:
+            yield self.query, self.gallery, query, gallery
+            return
+        if self.gallery is not None:
+            raise DataError(
+                "[evaluate] gallery_items: the data have their own gallery. Leave the key out."
+            )
+        labels = self.run.splits.labels[self.query]
+        if np.bincount(labels).max() <= table.gallery_items:
+            raise DataError(
+                f"[evaluate] gallery_items = {table.gallery_items}: no class has more test items"
+                " than that, so none would be a query."
+            )
+        for number in range(table.repetitions):
+            # only the split's seed counts: all runs on a split are measured on the same galleries
+            random = np.random.default_rng([self.run.recipe.split.seed % 2**64, number])
+            order = random.permutation(len(labels))
+            by_class = order[np.argsort(labels[order], kind="stable")]
+            ordered = labels[by_class]
+            number_in_class = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+            chosen = np.sort(by_class[number_in_class < table.gallery_items])
+            rest = np.setdiff1d(np.arange(len(labels)), chosen)
+            yield self.query[rest], self.query[chosen], query[rest], query[chosen]
+
+    def search(
+        self, query: Items, gallery: Items | None, left: Any, right: Any, *further: Any
+    ) -> tuple[NeighborSearch, Items, Items, dict[str, Any]]:
+        """Return the search for items, the class numbers of both sides, and arguments.
+
+        The arguments are those of `evaluate_search` that `[evaluate]` sets. `left` and `right` are
+        the codes of the queries and of the gallery, `further` are arguments of `NeighborSearch`.
+        """
+        labels = self.run.splits.labels
+        query_class = labels[query]
+        item_class = query_class if gallery is None else labels[gallery]
+        arguments = self.arguments(query, gallery)
+        hidden = None
+        if "exclude" in arguments:
+            hidden = arguments.pop("exclude").hidden(query_class, item_class)
+        search = NeighborSearch(left, right, hidden, *further)
+        return search, query_class, item_class, arguments
+
+    def arguments(self, query: Items, gallery: Items | None) -> dict[str, Any]:
+        """Return the arguments of `evaluate` that `[evaluate]` sets for these items."""
+        table = self.run.recipe.evaluate
+        check_columns(table, self.run.dataset)
+        metadata = self.run.dataset.metadata or []
+        sides = [items for items in (query, gallery) if items is not None]
+        arguments: dict[str, Any] = {}
+
+        def columns(name: str) -> Any:
+            return [[metadata[i].get(name) for i in items] for items in sides]
+
+        if table.exclude is not None:
+            same = table.exclude_label == "same"
+            exclude = Exclusion(*columns(table.exclude))
+            arguments["exclude"] = replace(exclude, same_label=same)
+        if table.by is not None:
+            arguments["by"] = columns(table.by)[0]
+        if table.levels:
+            # the label is the finest level, before those that the recipe names
+            labels = [self.run.splits.labels[items].tolist() for items in sides]
+            levels = zip(labels, *map(columns, table.levels), strict=True)
+            arguments["relevance"] = Levels(*levels)
+        elif table.tags is not None:
+            tags = [[_tags(value) for value in column] for column in columns(table.tags)]
+            arguments["relevance"] = Tags(*tags)
+        return arguments
+
+
+def _tags(value: Any) -> list[str]:
+    """Return the labels in a value: a list, text separated by ";", or `None`."""
+    if value is None:
+        return []
+    parts = value if isinstance(value, list | tuple) else str(value).split(";")
+    labels = [str(part).strip() for part in parts]
+    return [label for label in labels if label]
+
+
+def open_set(
+    search: NeighborSearch,
+    query_class: Ints,
+    item_class: Ints,
+    fars: Sequence[float],
+) -> dict[str, float]:
+    """Return the detection and identification rate (DIR) at rank 1 for each false alarm rate.
+
+    A query is unknown if no visible gallery item has its class. A threshold t accepts a query whose
+    nearest item is at distance t or nearer. FAR(t) is the share of unknown queries that are
+    accepted. DIR(t) is the share of known queries that are accepted and whose nearest item has
+    their class. DIR@FAR f is the largest DIR(t) over thresholds with FAR(t) ≤ f. Source: Phillips,
+    Grother & Micheals, "Evaluation Methods in Face Recognition", Handbook of Face Recognition,
+    2011.
+
+    Raises:
+        DataError: no query is unknown, or none is known.
+    """
+    rows, apart = search.first(np.arange(len(query_class)))
+    known = relevant_items(search, query_class, item_class) > 0
+    refuse_one_kind(known)
+    right = known & (rows[:, 0] >= 0) & (item_class[rows[:, 0]] == query_class)
+    unknown = np.sort(apart[~known, 0])
+    identified = np.sort(apart[right, 0])
+    # a query without visible items is never accepted
+    thresholds = np.unique(apart[rows[:, 0] >= 0, 0])
+    false_alarms = np.searchsorted(unknown, thresholds, side="right") / len(unknown)
+    rates = np.searchsorted(identified, thresholds, side="right") / int(known.sum())
+    metrics = {}
+    for far in fars:
+        allowed = rates[false_alarms <= far]
+        # no threshold may keep the rate: then nothing is accepted, and nothing identified
+        metrics[f"dir_at_far_{far:g}"] = float(allowed.max(initial=0.0))
+    return metrics
+
+
+def refuse_one_kind(known: Bools) -> None:
+    """Refuse queries that are all known or all unknown, for which open-set rates mean nothing."""
+    if known.all():
+        problem = "unknown, because the class of each"
+    elif not known.any():
+        problem = "known, because the class of none"
+    else:
+        return
+    raise DataError(
+        f"[evaluate] open_set: no query is {problem} is in the gallery. Both kinds are needed."
+    )
+
+
 def _served(
     run: Run, path: StrPath, query: Ints, gallery: Ints | None, metrics: dict[str, Metric]
 ) -> tuple[dict[str, float], CandidateStep | None]:
@@ -205,28 +478,28 @@ def _served(
     from retrieval.bundle.bundle import Bundle
 
     bundle = Bundle.open(path)
-    itself = gallery is None
     queries = encoded(bundle, run, query)
+    query_class = run.splits.labels[query]
+    relevant: Ints
     if gallery is None:
         items = queries
+        item_class = query_class
+        exclude = np.arange(len(query))
+        relevant = class_sizes(query_class, item_class) - 1
     else:
         items = encoded(bundle, run, gallery)
-    query_class = run.splits.labels[query]
-    if gallery is None:
-        item_class = query_class
-    else:
         item_class = run.splits.labels[gallery]
-    metrics = {name: m for name, m in metrics.items() if isinstance(m.depth, int)}
-    deepest = max((int(m.depth) for m in metrics.values()), default=1)
-    if itself:
-        exclude = np.arange(len(query))
-    else:
         exclude = None
-    rows = served_rows(bundle, queries, items, min(deepest, len(item_class) - itself), exclude)
-    relevant = class_sizes(query_class, item_class) - int(itself)
+        relevant = class_sizes(query_class, item_class)
+    metrics = {name: m for name, m in metrics.items() if isinstance(m.depth, int)}
+    deepest = max((int(metric.depth) for metric in metrics.values()), default=1)
+    size = len(item_class) - (exclude is not None)
+    rows = served_rows(bundle, queries, items, min(deepest, size), exclude)
     matches = (item_class[rows] == query_class[:, None]) & (rows >= 0)
-    kept = relevant > 0
-    values = {name: float(m(matches[kept], relevant[kept]).mean()) for name, m in metrics.items()}
+    answerable = relevant > 0
+    values = {}
+    for name, metric in metrics.items():
+        values[name] = float(metric(matches[answerable], relevant[answerable]).mean())
     rescorer = bundle.manifest.rescorer
     if rescorer is None or not rescorer.overlap:
         return values, None
@@ -258,6 +531,8 @@ def served_rows(
 
     If the manifest's `merge` is "score", the order of the first results depends on k.
     """
+    from retrieval.bundle.distances import bundle_distances
+
     rescorer = bundle.manifest.rescorer
     vectors = items["vector"]
     size = len(vectors) - (exclude is not None)
@@ -266,8 +541,10 @@ def served_rows(
     proposed = nearest_in_each(queries["query"], vectors, count, subspaces, exclude)
     rows = np.full((len(queries["query"]), k), -1, dtype=np.int64)
     for i, query in enumerate(queries["query"]):
+        # sub-spaces propose items of their own, of which an item may be proposed by several
         near = np.unique(proposed[:, i])
-        code = codes = None
+        code = None
+        codes = None
         if rescorer is not None:
             code = queries["code"][i]
             codes = items["code"][near]
@@ -288,6 +565,11 @@ def nearest_in_each(
 
     `exclude` (Q,) is the row that is left out for each query.
     """
-    spans = columns_of_subspaces(subspaces)
-    columns = [(query[:, span], vector[:, span]) for span in spans]
-    return np.stack([exact_neighbors(*pair, k, exclude=exclude)[0] for pair in columns])
+    # imported here, as in `served_rows`: checking a recipe needs this module, but no bundle
+    from retrieval.bundle.distances import columns_of_subspaces
+
+    nearest = []
+    for columns in columns_of_subspaces(subspaces):
+        rows, _ = exact_neighbors(query[:, columns], vector[:, columns], k, exclude=exclude)
+        nearest.append(rows)
+    return np.stack(nearest)

@@ -28,13 +28,14 @@ from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.base.runtime import load_faiss
 from retrieval.base.tables import html_table
 from retrieval.errors import DataError
-from retrieval.evaluation.distances import Distance, measuring
 from retrieval.evaluation.neighbors import (
     Codes,
+    Distance,
     Exclusion,
     NeighborSearch,
     as_tensor,
     group_numbers,
+    measuring,
 )
 from retrieval.evaluation.ranking import Ranking
 from retrieval.host.plugins import Plugins, load_plugins

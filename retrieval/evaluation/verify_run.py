@@ -21,8 +21,8 @@ from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs
 from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
+from retrieval.evaluation.evaluate_run import device_of, items_of, raw_name, refuse_side
 from retrieval.evaluation.evaluation import ByContestant
-from retrieval.evaluation.protocol import device_of, items_of, refuse_side
 from retrieval.evaluation.verification import (
     Roc,
     Verification,
@@ -128,11 +128,7 @@ def verify(
         # pixels remain bytes until a distance is computed, because floats take four times as much
         chunks = inputs(run.dataset, items, run.model.preprocessing, codes.batch_size)
         raw = torch.cat([chunk.flatten(1) for chunk in chunks])
-        if run.dataset.kind == "features":
-            name = "raw vectors"
-        else:
-            name = "raw pixels"
-        distances[name] = pair_distances(None, raw, first, second)
+        distances[raw_name(run)] = pair_distances(None, raw, first, second)
     if device.type != "cpu":
         run.model.to("cpu")
     assert chosen.fold is not None

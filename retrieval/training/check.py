@@ -20,7 +20,7 @@ from retrieval.data.datasets import Dataset
 from retrieval.data.loading import TrainBatches, inputs
 from retrieval.data.splits import Splits
 from retrieval.errors import DataError, RecipeError, listed
-from retrieval.evaluation.protocol import refuse_unanswerable
+from retrieval.evaluation.evaluate_run import refuse_unanswerable
 from retrieval.host.factory import calling
 from retrieval.images.decoding import decode
 from retrieval.model.contracts import Learner

@@ -18,7 +18,7 @@ from retrieval.data.datasets import Dataset
 from retrieval.data.features import backbone_features
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, PluginError, RecipeError
-from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
+from retrieval.evaluation.evaluate_run import DividedItems, refuse_unanswerable
 from retrieval.host.factory import calling
 from retrieval.model.contracts import Learner
 from retrieval.model.model import Model

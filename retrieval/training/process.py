@@ -26,8 +26,8 @@ from retrieval.data.datasets import Dataset
 from retrieval.data.encode import encode
 from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, Interrupted, RecipeError, RetrievalError
+from retrieval.evaluation.evaluate_run import Protocol
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
-from retrieval.evaluation.protocol import Protocol
 from retrieval.model.model import Model
 from retrieval.model.products import CheckedMetric
 from retrieval.recipe.read import Recipe

@@ -28,7 +28,7 @@ from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
-from retrieval.evaluation.protocol import refuse_unanswerable
+from retrieval.evaluation.evaluate_run import refuse_unanswerable
 from retrieval.host.values import shown
 from retrieval.model.loss import reads_at_once
 from retrieval.model.model import combiner_warnings

@@ -12,9 +12,9 @@ import torch
 from metrics_by_loops import ALL, metrics_by_loops, nearest_by_loops, random_items
 from PIL import Image
 from retrieval.errors import DataError
+from retrieval.evaluation.evaluate_run import Protocol, open_set
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
 from retrieval.evaluation.neighbors import Exclusion, Neighbors, NeighborSearch
-from retrieval.evaluation.protocol import Protocol, open_set
 from retrieval.run.open import ItemCodes, Run
 
 from retrieval_lab.report import measured

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from retrieval.base.arrays import Bools, Floats64, Ints
 from retrieval.errors import DataError, did_you_mean
+from retrieval.evaluation.evaluate_run import Protocol, device_of, items_of
 from retrieval.evaluation.evaluation import Relevance, query_values
-from retrieval.evaluation.protocol import Protocol, device_of, items_of
 from retrieval.evaluation.verification import roc_curve
 from retrieval.model.metrics import metric
 from retrieval.run.open import ItemCodes, Run

@@ -17,8 +17,7 @@ from retrieval.base.progress import showing
 from retrieval.data.datasets import Subset
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
-from retrieval.evaluation.evaluate_run import evaluate
-from retrieval.evaluation.protocol import DividedItems, refuse_unanswerable
+from retrieval.evaluation.evaluate_run import DividedItems, evaluate, refuse_unanswerable
 from retrieval.host.importing import answering
 from retrieval.host.python_parts import WORDS, named_object
 from retrieval.model.model import Model
