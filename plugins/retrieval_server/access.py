@@ -155,6 +155,14 @@ class Access:
         return known is None or name in known or name == "localhost" or _is_address(name)
 
 
+def plain_address(address: str) -> str:
+    """Strip the `::ffff:` of a dual-stack socket from an IPv4 address."""
+    mapped = address.lower().removeprefix("::ffff:")
+    if "." in mapped:
+        return mapped
+    return address
+
+
 def _name(host: str) -> str:
     """Return the name in a `Host` header in lower case, without port and final dot."""
     if host.startswith("["):

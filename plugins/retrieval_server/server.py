@@ -30,7 +30,7 @@ from retrieval.index.index import Index, open_index
 from retrieval.store.address import INDEX_NAME, Address, index_name, place_of
 
 from retrieval_server.keys import key_source
-from retrieval_server.settings import DRAIN_SECONDS, Settings, plain_address
+from retrieval_server.settings import DRAIN_SECONDS, Settings
 
 if TYPE_CHECKING:
     import uvicorn
@@ -132,7 +132,7 @@ class Serving:
     ) -> None:
         import uvicorn
 
-        from retrieval_server.monitoring import start_log
+        from retrieval_server.app import start_log
 
         return_large_blocks()
         self._app = parts.application()
@@ -238,7 +238,7 @@ class Parts:
 
     def __call__(self) -> Any:
         """Return the application of one of several processes; on an error, end the process."""
-        from retrieval_server.monitoring import start_log
+        from retrieval_server.app import start_log
 
         return_large_blocks()
         log = start_log(self.settings.log_format or "text", names_process=True)
@@ -342,6 +342,9 @@ def _host(text: str) -> str:
 
 def _proxy(text: str) -> str:
     """Normalise a proxy's address or network; raise a RetrievalError if it is invalid."""
+    # Imported here, because it needs starlette: `require_packages` first says if that is missing.
+    from retrieval_server.access import plain_address
+
     try:
         network = ipaddress.ip_network(plain_address(text))
     except ValueError:

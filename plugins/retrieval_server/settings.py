@@ -72,11 +72,3 @@ class Settings:
     max_bytes: int = 20_000_000
     batch: int = 100
     deadline: float = 8.0
-
-
-def plain_address(address: str) -> str:
-    """Strip the `::ffff:` of a dual-stack socket from an IPv4 address."""
-    mapped = address.lower().removeprefix("::ffff:")
-    if "." in mapped:
-        return mapped
-    return address

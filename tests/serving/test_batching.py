@@ -11,9 +11,8 @@ from retrieval.errors import DataError
 from retrieval.index.index import Index
 
 from retrieval_server.models import Options, Query, QueryInput
-from retrieval_server.served import Served
+from retrieval_server.served import Served, Workers
 from retrieval_server.settings import Settings
-from retrieval_server.turns import Workers
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import wire
 from retrieval.index.index import Index, create_index, open_index
 
-from retrieval_server.turns import WAITING_PER_WORKER
+from retrieval_server.served import WAITING_PER_WORKER
 
 SLEEPY = """
 import os, sys, time

@@ -19,9 +19,8 @@ from retrieval.index.index import create_index, open_index
 
 from retrieval_server.decoding import Undecodable
 from retrieval_server.readiness import Readiness
-from retrieval_server.served import Served
+from retrieval_server.served import Served, Workers
 from retrieval_server.settings import Settings
-from retrieval_server.turns import Workers
 
 OK = dict.fromkeys(("index", "search", "model"), "ok")
 

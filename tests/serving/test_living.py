@@ -20,9 +20,8 @@ from retrieval.index.index import Index, create_index
 from retrieval.store.contract import Item
 
 from retrieval_server.models import Options, Query, QueryInput
-from retrieval_server.served import Served
+from retrieval_server.served import Served, Workers
 from retrieval_server.settings import Settings
-from retrieval_server.turns import Workers
 
 WIDTH = 16
 ONES = {"vector": np.ones(WIDTH, np.float32)}

@@ -10,9 +10,8 @@ from contextlib import redirect_stderr
 import pytest
 import wire
 
-from retrieval_server.app import _trace_id as trace_id
+from retrieval_server.app import _trace_id as trace_id, start_log
 from retrieval_server.keys import add_key, new_key
-from retrieval_server.monitoring import start_log
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -120,8 +119,8 @@ def test_control_characters_are_escaped(form, loggers):
 
 FULL_PIPE = """
 import logging, os
-from retrieval_server import monitoring
-monitoring.start_log("json")
+from retrieval_server import app
+app.start_log("json")
 for number in range(50_000):
     fields = {"status": 200, "more": "x" * 100}
     logging.getLogger("retrieval_server").info("request", extra={"request": fields})

@@ -14,9 +14,8 @@ from retrieval.errors import BundleError
 from retrieval.index.index import open_index
 
 from retrieval_server.readiness import Readiness
-from retrieval_server.served import Served
+from retrieval_server.served import Served, Workers
 from retrieval_server.settings import Settings
-from retrieval_server.turns import Workers
 
 GPU = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 

@@ -21,8 +21,8 @@ from retrieval.base.stages import TRAIL, Trail
 from retrieval.index.index import create_index, open_index
 from starlette.requests import ClientDisconnect
 
+from retrieval_server.served import Turns, Workers
 from retrieval_server.settings import Settings
-from retrieval_server.turns import Turns, Workers
 
 PATHS = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 IMAGE = "/v1/items/3%2F0003.png/image"

@@ -7,8 +7,7 @@ import pytest
 from retrieval.errors import MissingDependency, StoreError
 from retrieval.index.index import open_index
 
-from retrieval_server.app import Application
-from retrieval_server.monitoring import traced
+from retrieval_server.app import Application, traced
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
