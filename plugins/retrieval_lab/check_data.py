@@ -16,11 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from retrieval.base.arrays import Array, Floats32, Ints
-from retrieval.base.cores import cores
+from retrieval.base.cores import ahead, cores
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.sessions import ahead
 from retrieval.data.augment import Changes, built_transforms
 from retrieval.data.loading import BatchMaker, LoadingJob, RawInputs, TrainBatches
 from retrieval.data.splits import make_splits

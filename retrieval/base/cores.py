@@ -1,11 +1,18 @@
-"""The number of cores this process may use, from its CPU affinity and its cgroup's quota."""
+"""The cores that this process may use, by its CPU affinity and its cgroup's quota; work on them."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def cores(root: Path = Path("/")) -> int:
@@ -29,6 +36,25 @@ def limit_threads(root: Path = Path("/")) -> None:
     allowed = cores(root)
     if allowed < _affinity():
         os.environ.setdefault("OMP_NUM_THREADS", str(allowed))
+
+
+def ahead(work: Callable[[T], R], items: Iterable[T], *, workers: int, most: int) -> Iterator[R]:
+    """Yield `work(item)` for each item, in order, computed in threads.
+
+    At most `most` results are finished or running at a time. The error of an item is raised when
+    its result would be yielded.
+    """
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+    try:
+        waiting: deque[Future[R]] = deque()
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) >= most:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _affinity() -> int:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
+from retrieval.base.cores import default_threads
+from retrieval.base.memory import available_memory
 from retrieval.base.plain import out_of_files
 from retrieval.errors import BundleError, MissingDependency
 
@@ -20,6 +22,11 @@ from retrieval.errors import BundleError, MissingDependency
 # each other's files, so at most one may be installed.
 ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
 FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu11", "faiss-gpu-cu12")
+
+_MEMORY = 6 << 30
+"""CPU memory limit in bytes for all graphs of a process: weights and intermediate results."""
+_FOLDED_BYTES = 1 << 26
+"""Largest constant that ONNX Runtime may compute while loading; `_MEMORY` does not limit these."""
 
 
 def quiet_threads() -> None:
@@ -169,3 +176,35 @@ def start_session(
             session = start(providers=[cuda, cpu])
             return session, "cuda" if cuda[0] in session.get_providers() else "cpu"
     return start(providers=[cpu]), "cpu"
+
+
+def session_options(runtime: Any, threads: int | None) -> Any:
+    """Return ONNX Runtime's options: silent, without spinning, and with limited memory."""
+    _limit_memory(runtime)
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4  # fatal only; errors are raised as exceptions too
+    entries = {
+        "session.intra_op.allow_spinning": "0",
+        "session.inter_op.allow_spinning": "0",
+        "session.load_model_format": "ONNX",
+        "session.use_env_allocators": "1",  # the allocator that `_limit_memory` registers
+        "optimization.constant_folding_max_output_size_in_bytes": str(_FOLDED_BYTES),
+    }
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    # By default, ONNX Runtime starts a thread for each core, even those this process may not use.
+    options.intra_op_num_threads = default_threads() if threads is None else threads
+    return options
+
+
+@functools.cache
+def _limit_memory(runtime: Any) -> None:
+    """Limit the memory of all sessions of this process together.
+
+    A graph that needs more memory then fails, instead of ending the process.
+    """
+    info = runtime.OrtMemoryInfo(
+        "Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT
+    )
+    most = min(_MEMORY, available_memory() // 4 * 3)
+    runtime.create_and_register_allocator(info, runtime.OrtArenaCfg({"max_mem": most}))

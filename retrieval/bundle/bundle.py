@@ -1,6 +1,7 @@
 """Open a bundle (an exported model) and run it with ONNX Runtime.
 
-The input is images or features; the output is vectors and, for a rescorer, codes.
+The input is images or features; the output is vectors and, for a rescorer, codes. `Bundle` is what
+others use. `Sessions` loads its graphs within limits and tries each once.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import hashlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,22 +19,39 @@ from typing import Any
 import numpy as np
 
 from retrieval.base.arrays import Array, Floats32, Pixels
-from retrieval.base.cores import cores
+from retrieval.base.cores import ahead, cores
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, showing
-from retrieval.base.runtime import Device
-from retrieval.bundle.bundle_folder import FILE, manifest_text, opened_whole, read_files
-from retrieval.bundle.manifest import Input, Manifest, parse_manifest
-from retrieval.bundle.sessions import (
-    Runs,
-    Sessions,
-    ahead,
-    checked_inputs,
-    run_batches,
+from retrieval.base.runtime import (
+    FALLBACK,
+    Device,
+    checked_device,
+    load_onnxruntime,
+    session_options,
+    start_session,
+)
+from retrieval.bundle.graphs import GraphError, check_graph
+from retrieval.bundle.manifest import (
+    FILE,
+    Input,
+    Manifest,
+    manifest_text,
+    opened_whole,
+    parse_manifest,
+    read_files,
 )
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.images.decoding import decode
 from retrieval.images.preprocessing import ImageLike, as_list, from_pixels, is_image
+
+Feeds = Mapping[str, Array]
+"""Inputs of a graph by name."""
+Shapes = Mapping[str, tuple[int, int]]
+"""Shapes of a graph's outputs by name."""
+Runs = Callable[[Sequence[str], Feeds], list[Any]]
+"""Function that runs a graph, given the names of outputs and the inputs by name."""
+
+_TRIAL_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +78,16 @@ class Encoded:
     def __getitem__(self, rows: slice) -> Encoded:
         """Return a slice of the items."""
         vector = self.vector[rows]
+        # The same object again, which says that queries need no array of their own.
         if self.query is self.vector:
             query = vector
         else:
             query = self.query[rows]
-        return Encoded(vector, query, None if self.code is None else self.code[rows], self.bundle)
+        if self.code is None:
+            code = None
+        else:
+            code = self.code[rows]
+        return Encoded(vector, query, code, self.bundle)
 
 
 class Bundle:
@@ -97,7 +121,6 @@ class Bundle:
         self.sha256 = hashlib.sha256(text).hexdigest()
         self._text = text
         self._sessions = sessions
-        self._widths = manifest.outputs
 
     @classmethod
     def open(
@@ -140,7 +163,7 @@ class Bundle:
         return opened_whole(folder, load)
 
     def __reduce__(self) -> Any:
-        # ONNX Runtime's sessions cannot be pickled
+        # ONNX Runtime's sessions cannot be pickled.
         return _reopened, (self.path.absolute(), self.sha256, self.variant, self.device)
 
     def __repr__(self) -> str:
@@ -191,8 +214,9 @@ class Bundle:
                 infinity.
         """
         manifest = self.manifest
-        graph = self._sessions.encoder
-        return self._encoded(self._run(graph, self._widths, inputs, manifest.input, batch_size))
+        encoder = self._sessions.encoder
+        out = self._run(encoder, manifest.outputs, inputs, manifest.input, batch_size)
+        return self._encoded(out)
 
     def _run(
         self,
@@ -207,10 +231,10 @@ class Bundle:
 
         `widths` are the widths of the graph's outputs, and `what` is its name in messages.
         """
-        inputs = checked_inputs(inputs, input, self.path)
+        inputs = _checked_inputs(inputs, input, self.path)
         batch_size = at_least_one("batch_size", batch_size)
         parts = (inputs[start : start + batch_size] for start in range(0, len(inputs), batch_size))
-        return run_batches(graph, widths, parts, len(inputs), what)
+        return _run_batches(graph, widths, parts, len(inputs), what)
 
     def _encoded(self, out: Mapping[str, Floats32]) -> Encoded:
         return Encoded(out["vector"], out.get("query", out["vector"]), out.get("code"), self.sha256)
@@ -237,7 +261,7 @@ class Bundle:
         """
         input = self.manifest.input
         if input.kind == "features":
-            return checked_inputs(inputs, input, self.path)
+            return _checked_inputs(inputs, input, self.path)
         backbone, width, _ = self._split()
         out = self._run(backbone, {"features": width}, inputs, input, batch_size, "backbone")
         return out["features"]
@@ -256,7 +280,8 @@ class Bundle:
             return self.encode(features, batch_size=batch_size)
         _, width, head = self._split()
         input = Input(kind="features", dtype="float32", shape=(width,))
-        return self._encoded(self._run(head, self._widths, features, input, batch_size))
+        out = self._run(head, self.manifest.outputs, features, input, batch_size)
+        return self._encoded(out)
 
     @property
     def features_width(self) -> int:
@@ -275,11 +300,12 @@ class Bundle:
         split = self._sessions.split
         entry = self.manifest.split
         if split is None or entry is None:
-            why = f"runs its variant '{self.variant}'"
-            advice = "Leave the variant out."
             if entry is None:
                 why = "has an encoder of one graph"
                 advice = "Export it with --split (in Python split=True)."
+            else:
+                why = f"runs its variant '{self.variant}'"
+                advice = "Leave the variant out."
             raise BundleError(f"The bundle {self.path} {why}, which returns no features. {advice}")
         return split.backbone, entry.features, split.head
 
@@ -337,6 +363,7 @@ class Bundle:
             except DataError as fault:
                 raise DataError(f"{name}[{number}]: {fault}") from fault
 
+        # Two batches: the next one is decoded while the encoder runs this one.
         decoded = ahead(pixels, enumerate(images), workers=cores(), most=2 * batch_size)
         with showing(progress), Meter("encoding", len(images), "images") as meter:
 
@@ -346,8 +373,8 @@ class Bundle:
                     meter.update(len(rows))
 
             encoder = self._sessions.encoder
-            widths = self._widths
-            return self._encoded(run_batches(encoder, widths, batches(), len(images)))
+            out = _run_batches(encoder, self.manifest.outputs, batches(), len(images))
+        return self._encoded(out)
 
     def preprocess(self, image: ImageLike) -> Pixels:
         """Return an image's pixels (C, H, W), ready for `encode`.
@@ -381,8 +408,8 @@ class Bundle:
             BundleError: this bundle has no rescorer.
             DataError: the codes have another shape.
         """
-        session = self._sessions.rescorer
-        if session is None:
+        rescorer = self._sessions.rescorer
+        if rescorer is None:
             why = "the distances of its vectors order the results"
             raise BundleError(f"The bundle {self.path} has no rescorer: {why}.")
         feeds = {}
@@ -392,9 +419,11 @@ class Bundle:
                     f"Codes of shape (N, {self.manifest.code}) are needed, not {codes.shape}."
                 )
             feeds[name] = np.ascontiguousarray(codes, dtype=np.float32)
+        # Graphs are tried on one query and two items at opening, so none is promised to take zero.
         if not len(query_codes) or not len(item_codes):
             return np.empty((len(query_codes), len(item_codes)), dtype=np.float32)
-        return np.asarray(session(["distance"], feeds)[0], dtype=np.float32)
+        (distances,) = rescorer(["distance"], feeds)
+        return np.asarray(distances, dtype=np.float32)
 
     @property
     def has_code(self) -> bool:
@@ -408,3 +437,243 @@ def _reopened(path: Path, sha256: str, variant: str | None, device: Device) -> B
     if bundle.sha256 != sha256:
         raise BundleError(f"{path} now holds another bundle than the one that was pickled.")
     return bundle
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One loaded graph; thread-safe."""
+
+    path: Path
+    session: Any
+    device: str = "cpu"
+
+    def __call__(self, outputs: Sequence[str], feeds: Feeds, options: Any = None) -> list[Any]:
+        """Run the graph.
+
+        Raises:
+            BundleError: ONNX Runtime fails, for example for lack of memory.
+        """
+        try:
+            return list(self.session.run(list(outputs), dict(feeds), options))
+        except Exception as fault:  # ONNX Runtime's errors share no public base class
+            raise BundleError(f"ONNX Runtime cannot run {self.path}: {_reason(fault)}.") from fault
+
+    def check(self, feeds: Feeds, shapes: Shapes) -> None:
+        """Check the names of inputs and outputs, run the graph once, and check its outputs.
+
+        Raises:
+            BundleError: the graph lacks an input or output, has an unknown input, fails, takes more
+                than a minute, or returns another type or shape.
+        """
+        inputs = [node.name for node in self.session.get_inputs()]
+        offered = [node.name for node in self.session.get_outputs()]
+        for kind, names, present in (("input", feeds, inputs), ("output", shapes, offered)):
+            for name in names:
+                if name not in present:
+                    has = ", ".join(present)
+                    raise BundleError(f"{self.path} has no {kind} '{name}' (it has: {has}).")
+        for name in inputs:
+            if name not in feeds:
+                raise BundleError(f"{self.path} needs an input '{name}' that bundles do not have.")
+        options = load_onnxruntime().RunOptions()
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            options.terminate = True
+
+        # A bundle may come from anyone, and a hostile graph could run for hours.
+        timer = threading.Timer(_TRIAL_SECONDS, stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            outputs = self(list(shapes), feeds, options)
+        except BundleError:
+            if late.is_set():
+                limit = f"{_TRIAL_SECONDS:.0f} seconds"
+                raise BundleError(f"{self.path} takes more than {limit} for one item.") from None
+            raise
+        finally:
+            timer.cancel()
+        for (name, shape), values in zip(shapes.items(), outputs, strict=True):
+            # A graph may also return a list or a map, which ONNX Runtime makes a Python object.
+            kind = type(values).__name__
+            if isinstance(values, np.ndarray):
+                if (values.shape, values.dtype) == (shape, np.float32):
+                    continue
+                kind = f"{values.dtype} {values.shape}"
+            expected = f"the manifest says float32 {shape}"
+            raise BundleError(f"{self.path} returns '{name}' as {kind}; {expected}.")
+
+
+@dataclass(frozen=True)
+class SplitEncoder:
+    """An encoder of two graphs, run one after the other.
+
+    Attributes:
+        backbone: graph from "input" to "features".
+        head: graph from "input" (the features) to "vector" and further outputs in the manifest.
+    """
+
+    backbone: Graph
+    head: Graph
+
+    def __call__(self, outputs: Sequence[str], feeds: Feeds, options: Any = None) -> list[Any]:
+        """Run both graphs like a single encoder."""
+        (features,) = self.backbone(["features"], feeds, options)
+        return self.head(outputs, {"input": features}, options)
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """The loaded graphs of a bundle.
+
+    Attributes:
+        encoder: graph from "input" to "vector" and further outputs in the manifest.
+        rescorer: graph from "query" and "items" to "distance", or `None`.
+        device: device that runs the graphs, "cpu" or "cuda".
+        fallback: why the CPU runs them although ONNX Runtime was built for a GPU, else `None`.
+    """
+
+    encoder: Graph | SplitEncoder
+    rescorer: Graph | None
+    device: str
+    fallback: str | None = None
+
+    @property
+    def split(self) -> SplitEncoder | None:
+        """The encoder if it is split, else `None`."""
+        if isinstance(self.encoder, SplitEncoder):
+            return self.encoder
+        return None
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        files: Mapping[str, bytes],
+        manifest: Manifest,
+        variant: str | None,
+        threads: int | None,
+        device: Device,
+    ) -> Sessions:
+        """Load the graphs from the content of their files.
+
+        Raises:
+            BundleError: a graph cannot be loaded or run, or differs from the manifest.
+        """
+        runtime = load_onnxruntime()
+        devices = checked_device(runtime, device)
+        options = session_options(runtime, threads)
+
+        def tried(name: str, feeds: Feeds, shapes: Shapes) -> Graph:
+            try:
+                check_graph(files[name])
+                session, running_on = start_session(runtime, files[name], options, devices)
+            except Exception as fault:  # ONNX Runtime's errors share no public base class
+                if isinstance(fault, GraphError):
+                    reason = str(fault)
+                else:
+                    reason = _reason(fault)
+                raise BundleError(
+                    f"ONNX Runtime {runtime.__version__} cannot load {folder / name}: {reason}."
+                ) from fault
+            graph = Graph(folder / name, session, running_on)
+            graph.check(feeds, shapes)
+            return graph
+
+        shapes = {name: (1, width) for name, width in manifest.outputs.items()}
+        split = manifest.split
+        input = manifest.input
+        feeds = {"input": np.zeros((1, *input.shape), input.dtype)}
+        if variant is None:
+            file = manifest.encoder
+        else:
+            file = manifest.variants[variant].file
+        encoder: Graph | SplitEncoder
+        if file is not None:
+            first = tried(file, feeds, shapes)
+            encoder = first
+        else:
+            assert split is not None  # the manifest has an encoder or a split
+            first = tried(split.backbone, feeds, {"features": (1, split.features)})
+            features = np.zeros((1, split.features), np.float32)
+            encoder = SplitEncoder(first, tried(split.head, {"input": features}, shapes))
+        rescorer = None
+        if manifest.rescorer is not None:
+            codes = np.zeros((2, manifest.code or 0), np.float32)
+            pair = {"query": codes[:1], "items": codes}
+            rescorer = tried(manifest.rescorer.file, pair, {"distance": (1, 2)})
+        if device not in ("auto", first.device):
+            raise BundleError(
+                "ONNX Runtime could not start on the CUDA device. Use the CPU, or run `retrieval"
+                " doctor` to see what is missing."
+            )
+        fallback = None
+        if first.device == "cpu" and devices[0] != "cpu":
+            fallback = FALLBACK
+        return cls(encoder, rescorer, first.device, fallback)
+
+
+def _reason(fault: Exception) -> str:
+    """Return the end of ONNX Runtime's message; the beginning names its source files."""
+    return " ".join(str(fault).split())[-400:].rstrip(".") or type(fault).__name__
+
+
+def _checked_inputs(inputs: Array, input: Input, path: Path) -> Array:
+    """Check inputs, uint8 (N, C, H, W) or real numbers (N, F), and convert them for a graph.
+
+    Raises:
+        DataError: the inputs have another shape or type, or contain NaN or infinity.
+    """
+    if not isinstance(inputs, np.ndarray):
+        raise DataError("`encode` takes one array of inputs. For images, call `encode_images`.")
+    if inputs.ndim != len(input.shape) + 1 or inputs.shape[1:] != input.shape:
+        shape = f"(N, {', '.join(map(str, input.shape))})"
+        raise DataError(f"The bundle {path} takes inputs of shape {shape}, not {inputs.shape}.")
+    if input.dtype == "uint8":
+        if inputs.dtype != np.uint8:
+            raise DataError(f"The bundle {path} takes raw pixels as uint8, not {inputs.dtype}.")
+        return inputs
+    if inputs.dtype.kind not in "fiu":
+        raise DataError(f"The bundle {path} takes real numbers, not {inputs.dtype}.")
+    with np.errstate(over="ignore"):
+        values = inputs.astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+        raise DataError(f"Vector {row} holds NaN, infinity or a number beyond float32.")
+    return values
+
+
+def _run_batches(
+    graph: Runs,
+    widths: Mapping[str, int],
+    batches: Iterable[Array],
+    count: int,
+    what: str = "encoder",
+) -> dict[str, Floats32]:
+    """Return the outputs (count, width) of a graph for batches of inputs with `count` rows in all.
+
+    Raises:
+        DataError: an output contains NaN or infinity.
+        BundleError: ONNX Runtime fails, or an output's shape differs from the manifest.
+    """
+    out = {name: np.empty((count, width), dtype=np.float32) for name, width in widths.items()}
+    start = 0
+    for part in batches:
+        feeds = {"input": np.ascontiguousarray(part)}
+        for name, values in zip(out, graph(list(out), feeds), strict=True):
+            if values.shape != (len(part), widths[name]):
+                raise BundleError(
+                    f"The {what} returns '{name}' of shape {values.shape} for {len(part)} items;"
+                    f" the manifest says ({len(part)}, {widths[name]})."
+                )
+            out[name][start : start + len(part)] = values
+        start += len(part)
+    for name, values in out.items():
+        if not np.isfinite(values).all():
+            row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+            raise DataError(
+                f"The {what} returns NaN or infinity in '{name}' for item {row} of the batch."
+            )
+    return out

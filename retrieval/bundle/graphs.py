@@ -22,7 +22,7 @@ def check_graph(content: bytes) -> None:
     """Refuse a graph in which a node may run more than once, or that needs another file.
 
     Each node of an accepted graph runs once, so loading and running the graph always finish. Memory
-    is limited in `retrieval.bundle.sessions`. Field numbers are those of ONNX's `onnx.proto`.
+    is limited in `retrieval.base.runtime`. Field numbers are those of ONNX's `onnx.proto`.
 
     Raises:
         GraphError: the content is not ONNX, or the graph has too many nodes, loops, branches,

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from retrieval.base.arrays import Array, Ints
-from retrieval.base.cores import cores
+from retrieval.base.cores import ahead, cores
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Progress, shows_progress
-from retrieval.bundle.sessions import ahead
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import (
     DEFAULT_METRICS,

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from retrieval.base.arrays import Floats, Floats32, Pixels
-from retrieval.base.cores import cores
+from retrieval.base.cores import ahead, cores
 from retrieval.base.files import cache_folder
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.base.remote import address_of, exists, is_folder
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.bundle_folder import FILE as MANIFEST
 from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
-from retrieval.bundle.sessions import ahead
+from retrieval.bundle.manifest import FILE as MANIFEST
 from retrieval.data.encode import encode_images, evaluating
 from retrieval.data.stored_inputs import ITEMS
 from retrieval.errors import BundleError, DataError, RecipeError

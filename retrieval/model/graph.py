@@ -220,8 +220,7 @@ def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.M
 
 def session(graph: bytes) -> Any:
     """Return an ONNX Runtime session on the CPU with the settings that bundles use."""
-    from retrieval.base.runtime import load_onnxruntime
-    from retrieval.bundle.sessions import session_options
+    from retrieval.base.runtime import load_onnxruntime, session_options
 
     runtime = load_onnxruntime()
     options = session_options(runtime, torch.get_num_threads())

@@ -12,14 +12,14 @@ from typing import IO
 
 from retrieval.base.files import cache_folder, whole_folder
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.bundle_folder import (
+from retrieval.bundle.manifest import (
     FILE,
     is_plain_name,
     manifest_text,
     opened_whole,
+    parse_manifest,
     read_files,
 )
-from retrieval.bundle.manifest import parse_manifest
 from retrieval.errors import RetrievalError, StoreError
 
 PIECE = 1 << 20  # bytes

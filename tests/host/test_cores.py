@@ -112,7 +112,7 @@ from retrieval_server.server import Parts
 from retrieval_server.settings import Settings
 from retrieval.images.preprocessing import Preprocessing
 from retrieval.base.runtime import load_onnxruntime
-from retrieval.bundle.sessions import session_options
+from retrieval.base.runtime import session_options
 
 onnxruntime = load_onnxruntime()
 raw = RawInputs(ArrayDataset(np.zeros((4, 8, 8), np.uint8), list("aabb")), Preprocessing((8, 8), 3), budget=0)

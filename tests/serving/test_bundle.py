@@ -128,7 +128,7 @@ def test_any_flipped_bit_of_any_file_is_noticed(makers, tmp_path):
 
 
 def test_a_bundle_larger_than_the_memory_is_a_sentence(bundle_path, monkeypatch):
-    monkeypatch.setattr("retrieval.bundle.bundle_folder.available_memory", lambda: 100)
+    monkeypatch.setattr("retrieval.bundle.manifest.available_memory", lambda: 100)
     refused("GB of memory, but only 0.0 GB are available on this machine", bundle_path)
 
 
@@ -169,6 +169,12 @@ def test_what_is_not_a_manifest_is_refused_soon(tmp_path):
     ):
         (tmp_path / "manifest.json").write_bytes(content)
         refused(says, tmp_path)
+
+
+def test_an_address_is_no_bundle_and_is_named_as_it_was_typed():
+    for path in ("s3://bucket/x", Path("s3://bucket/x")):
+        with pytest.raises(BundleError, match=r"^s3://bucket/x is not a bundle: there is no such"):
+            Bundle.open(path)
 
 
 def test_another_format_version_is_named(bundle_path, tmp_path):

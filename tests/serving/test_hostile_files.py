@@ -172,9 +172,9 @@ def graphs() -> dict[str, tuple[bytes, str]]:
 OPENED = """
 import json, os, sys
 from retrieval.errors import BundleError
-from retrieval.bundle import sessions
+from retrieval.base import runtime
 from retrieval.bundle.bundle import Bundle
-sessions._MEMORY = 1 << 28
+runtime._MEMORY = 1 << 28
 for folder in sys.argv[1:]:
     reader, writer = os.pipe()
     if not os.fork():  # measures the memory of each graph alone

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.base.runtime import load_libraries, load_onnxruntime
-from retrieval.bundle import sessions
+from retrieval.bundle import bundle as bundle_module
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError
 from retrieval.index.index import open_index
@@ -51,7 +51,7 @@ class WithoutDriver:
 @pytest.fixture
 def without_driver(monkeypatch):
     runtime = WithoutDriver()
-    monkeypatch.setattr(sessions, "load_onnxruntime", lambda: runtime)
+    monkeypatch.setattr(bundle_module, "load_onnxruntime", lambda: runtime)
     load_libraries.cache_clear()
     return runtime
 
