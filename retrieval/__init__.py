@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval.base.cores import limit_threads
 from retrieval.base.lazy import lazy
+from retrieval.base.machine import limit_threads
 
 if TYPE_CHECKING:
     import retrieval.errors as errors
@@ -165,7 +165,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name, with any type
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            from retrieval.base.version import installed_version
+            from retrieval.base.runtime import installed_version
 
             return installed_version()
         if name == "Index":

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from retrieval.base.arrays import Array, Floats32, Ints
-from retrieval.base.cores import ahead, cores
+from retrieval.base.machine import ahead, cores
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.bundle.bundle import Bundle

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from retrieval.base.cores import cores
+from retrieval.base.machine import cores
 from retrieval.cli import say, say_json
 from retrieval.cli.common import (
     BYTES,

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 from retrieval.base.arrays import Pixels
-from retrieval.base.memory import return_large_blocks
+from retrieval.base.machine import return_large_blocks
 from retrieval.errors import DataError
 from retrieval.images.decoding import Limits, can_open, decode, full_size
 from retrieval.images.preprocessing import Preprocessing, thumbnail, to_png

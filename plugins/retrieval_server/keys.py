@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
-from retrieval.base.files import whole_file
-from retrieval.base.locks import hold
+from retrieval.base.files import hold, whole_file
 from retrieval.base.plain import read_plain
 from retrieval.base.strict_json import strict_loads
 from retrieval.errors import RetrievalError, listed

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from retrieval.base.arrays import Floats64
-from retrieval.base.memory import give_back
+from retrieval.base.machine import give_back
 from retrieval.base.strict_json import strict_loads
 from retrieval.errors import DataError
 from retrieval.store.filters import Filter, as_filter

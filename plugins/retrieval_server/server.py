@@ -20,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval.base.cores import cores, default_threads
-from retrieval.base.memory import return_large_blocks
+from retrieval.base.machine import cores, default_threads, return_large_blocks
 from retrieval.base.places import StrPath
 from retrieval.base.runtime import Device
 from retrieval.bundle.probe import probe_fault

@@ -1,1 +1,1 @@
-"""What every room stands on: arrays, files, places, locks, progress, memory and runtimes."""
+"""What every room stands on: arrays, files, photos, progress, the machine and its runtimes."""

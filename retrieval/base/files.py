@@ -1,17 +1,22 @@
-"""Atomic, durable writing of files and folders: complete or absent, even after a power cut."""
+"""Write files and folders: one process at a time, whole or not at all, even after a power cut."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
+import errno
 import json
 import os
 import re
 import shutil
+import socket
 import stat
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from datetime import datetime
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,12 @@ from retrieval.errors import DataError, RetrievalError
 
 _LOCK = ".retrieval.lock"
 """Name of the lock file in a scratch folder."""
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_HOLDER_BYTES = 1000
+_RETRY_SECONDS = 0.3
+"""Seconds to retry, because another process may be about to release the lock."""
 
 
 def cache_folder() -> Path:
@@ -222,7 +233,7 @@ def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path
     _clear(parent, rf"{re.escape(prefix[:1])}.*[a-z0-9_]{{8}}{re.escape(suffix)}")
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
-        handle = _locked(path / _LOCK, wait=True)
+        handle = _lock_of(path / _LOCK, wait=True)
         if handle is None:
             # Locks do not work here. Without the lock file, nobody takes the folder for a leftover.
             (path / _LOCK).unlink(missing_ok=True)
@@ -254,7 +265,7 @@ def _clear(parent: Path, pattern: str) -> None:
             status = (parent / name).lstat()
             ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
             if ours:
-                handle = _locked(parent / name / _LOCK, wait=False)
+                handle = _lock_of(parent / name / _LOCK, wait=False)
             else:
                 handle = None
             if handle is not None:
@@ -262,7 +273,7 @@ def _clear(parent: Path, pattern: str) -> None:
             _close(handle)
 
 
-def _locked(file: Path, *, wait: bool) -> int | None:
+def _lock_of(file: Path, *, wait: bool) -> int | None:
     """Return a handle that locks a file; None if another process holds it, or locks do not work.
 
     With `wait`, the file is created if it is missing, and another process is waited for.
@@ -271,7 +282,7 @@ def _locked(file: Path, *, wait: bool) -> int | None:
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         handle = os.open(file, flags | (os.O_CREAT if wait else 0), 0o600)
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        flock(handle, LOCK_EX | (0 if wait else LOCK_NB))
     except OSError:
         _close(handle)
         return None
@@ -281,3 +292,119 @@ def _locked(file: Path, *, wait: bool) -> int | None:
 def _close(handle: int | None) -> None:
     if handle is not None:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def hold(
+    target: str | os.PathLike[str], doing: str, error: type[RetrievalError] = RetrievalError
+) -> Iterator[None]:
+    """Context manager in which no other process or thread holds the lock of a file or folder.
+
+    The lock is on the hidden file `.NAME.lock` beside `target`, or on `.lock` in the folder
+    `target` if its parent is read-only. The system releases the lock when the process ends; a lock
+    file that remains is harmless. `target` need not exist, but its parent must. Some network file
+    systems do not share locks between machines, and some file systems have no locks at all: there,
+    nothing is locked.
+
+    Args:
+        target: file or folder that is about to be written.
+        doing: task of the holder in the error message, such as "building this index".
+        error: class of the error to raise.
+
+    Raises:
+        RetrievalError: another process holds the lock (the message names the process and its
+            start), or the disk fails.
+    """
+    resolved = Path(os.path.realpath(target))
+    end = time.monotonic() + _RETRY_SECONDS
+    try:
+        while True:
+            path, handle = _open_lock_file(resolved)
+            if _locked(handle):
+                if _is_at(path, handle):
+                    break
+                # Another process removed the file between opening and locking, so the lock has no
+                # effect. Retry even after the deadline: no other process need hold the lock now.
+                os.close(handle)
+                continue
+            os.close(handle)
+            if time.monotonic() > end:
+                raise error(
+                    f"Another process is {doing}: {_holder(path)} holds {path}. Wait for it, or"
+                    " stop it."
+                )
+            time.sleep(0.05)
+    except OSError as fault:
+        raise error(f"{resolved} cannot be locked: {_reason(fault)}.") from fault
+    _write_holder(handle)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            # Remove the file while it is locked, so that a process that has opened it notices.
+            path.unlink()
+        os.close(handle)
+
+
+def _open_lock_file(resolved: Path) -> tuple[Path, int]:
+    """Open the lock file beside a path, or in it if it is a folder with a read-only parent."""
+    path = resolved.with_name(f".{resolved.name}.lock")
+    try:
+        return path, os.open(path, _OPEN, 0o644)
+    except OSError as fault:
+        if fault.errno not in _READ_ONLY or not resolved.is_dir():
+            raise
+    path = resolved / ".lock"
+    return path, os.open(path, _OPEN, 0o644)
+
+
+def _locked(handle: int) -> bool:
+    """Lock an open file; return False if another process holds its lock."""
+    try:
+        flock(handle, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as fault:
+        if fault.errno not in _NO_LOCKS:
+            os.close(handle)
+            raise
+    return True
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Return whether `path` still names the open file `handle`."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.lstat(), os.fstat(handle))
+    return False
+
+
+def _write_holder(handle: int) -> None:
+    """Describe this process in the lock file, for error messages of other processes."""
+    if sys.argv:
+        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200]
+    else:
+        command = ""
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    if command:
+        command_note = f" ({command})"
+    else:
+        command_note = ""
+    holder = f"process {os.getpid()} on {socket.gethostname()}{command_note}, since {since},"
+    with contextlib.suppress(OSError):  # the lock works without it, for example on a full disk
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, holder.encode("utf-8", "replace"), 0)
+
+
+def _holder(path: Path) -> str:
+    """Return the description in a lock file, or "it" if there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(_HOLDER_BYTES).decode("utf-8", "replace") or "it"
+    return "it"
+
+
+def _reason(fault: OSError) -> str:
+    if fault.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full (or a quota is reached). Free some space and try again"
+    if fault.filename:
+        return f"{fault.filename}: {fault.strerror}"
+    return str(fault.strerror or fault)

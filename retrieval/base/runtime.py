@@ -1,4 +1,4 @@
-"""Check and import FAISS and ONNX Runtime on demand, for the CPU or CUDA."""
+"""Check and import FAISS and ONNX Runtime on demand, for the CPU or CUDA; name versions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
-from retrieval.base.cores import default_threads
-from retrieval.base.memory import available_memory
+from retrieval.base.machine import available_memory, default_threads
 from retrieval.base.plain import out_of_files
 from retrieval.errors import BundleError, MissingDependency
 
+PROJECT = "embedding-retrieval"
+"""The name of this distribution."""
 # Families of PyPI packages (distributions). Those of a family install the same module and overwrite
 # each other's files, so at most one may be installed.
 ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
@@ -208,3 +209,11 @@ def _limit_memory(runtime: Any) -> None:
     )
     most = min(_MEMORY, available_memory() // 4 * 3)
     runtime.create_and_register_allocator(info, runtime.OrtArenaCfg({"max_mem": most}))
+
+
+def installed_version() -> str:
+    """Return this distribution's version; "0" in a source tree that was never installed."""
+    try:
+        return version(PROJECT)
+    except PackageNotFoundError:
+        return "0"

@@ -119,7 +119,7 @@ def _imported(location: str) -> click.Command:
 
 def _print_version(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:
     if is_set:
-        from retrieval.base.version import installed_version
+        from retrieval.base.runtime import installed_version
 
         click.echo(f"retrieval, version {installed_version()}")
         ctx.exit()

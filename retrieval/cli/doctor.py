@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from retrieval.base.cores import cores
+from retrieval.base.machine import cores
 from retrieval.base.runtime import FAISS, ONNXRUNTIME, installed_packages, nvidia_smi
 from retrieval.cli import say, say_json
 from retrieval.cli.common import JSON

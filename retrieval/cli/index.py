@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrieval.base.remote import address_of
+from retrieval.base.photos import address_of
 from retrieval.cli import say, say_json
 from retrieval.cli.common import (
     DEVICE,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retrieval.base.arrays import Array, Floats32
-from retrieval.base.memory import keep_large_blocks
+from retrieval.base.machine import keep_large_blocks
 from retrieval.base.runtime import ONNXRUNTIME, installed_packages
 from retrieval.data.cache import frozen_features
 from retrieval.data.datasets import ArrayDataset, Dataset

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from retrieval.base.arrays import Array, Floats32, Ints, Pixels
-from retrieval.base.cores import cores
+from retrieval.base.machine import cores
 from retrieval.data.augment import Changes, Draws, Labels, Mix, MixedLabels
 from retrieval.errors import DataError, PluginError
 from retrieval.host.factory import calling

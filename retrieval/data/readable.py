@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from retrieval.base.cores import cores
 from retrieval.base.files import cache_folder, write_bytes
+from retrieval.base.machine import cores
 from retrieval.base.progress import Meter
 from retrieval.data.cache import files_identity
 from retrieval.errors import DataError

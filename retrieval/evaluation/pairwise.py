@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from retrieval.base.arrays import Array, Ints
-from retrieval.base.cores import ahead, cores
+from retrieval.base.machine import ahead, cores
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Progress, shows_progress
 from retrieval.errors import DataError

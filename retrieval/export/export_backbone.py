@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from retrieval.base.arrays import Floats, Floats32, Pixels
-from retrieval.base.cores import ahead, cores
 from retrieval.base.files import cache_folder
+from retrieval.base.machine import ahead, cores
+from retrieval.base.photos import address_of, exists, is_folder
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shows_progress
-from retrieval.base.remote import address_of, exists, is_folder
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.bundle.manifest import FILE as MANIFEST

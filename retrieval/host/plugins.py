@@ -18,7 +18,7 @@ from typing import Any
 
 import pluggy
 
-from retrieval.base.version import PROJECT
+from retrieval.base.runtime import PROJECT
 from retrieval.errors import MissingDependency, PluginError, RecipeError, did_you_mean
 from retrieval.host.factory import (
     BUILT_IN,

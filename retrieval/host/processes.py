@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
-from retrieval.base.version import installed_version
+from retrieval.base.runtime import installed_version
 from retrieval.errors import DataError
 from retrieval.host.plugins import Plugins, load_plugins
 

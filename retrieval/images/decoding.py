@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from retrieval.base.remote import address_of, read_remote, too_many_bytes
-from retrieval.base.walk import leads_nowhere
+from retrieval.base.photos import address_of, leads_nowhere, read_remote, too_many_bytes
 from retrieval.errors import DataError
 from retrieval.images import ignore_pillow_warnings
 from retrieval.images.preprocessing import BITS, SIXTEEN_BITS, check_range, to_srgb

@@ -9,8 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrieval.base.remote import address_of, read_remote_head, remote_files
-from retrieval.base.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
+from retrieval.base.photos import (
+    IMAGE_EXTENSIONS,
+    address_of,
+    files_below,
+    leads_nowhere,
+    read_remote_head,
+    remote_files,
+)
 from retrieval.errors import DataError
 from retrieval.images.decoding import FORMATS, HEAD_BYTES, format_of
 from retrieval.images.preprocessing import as_list
@@ -65,7 +71,7 @@ def find_images(folder: Path) -> ImageFiles:
     """Return the image files below a folder or an address, except hidden files and folders.
 
     Images are recognised by extension, or else by their first bytes. Links are followed; see
-    `retrieval.base.walk.files_below`.
+    `retrieval.base.photos.files_below`.
 
     Raises:
         DataError: `folder` is not a folder, contains no image, or a subfolder cannot be read.

@@ -19,10 +19,10 @@ import numpy as np
 from PIL import Image
 
 from retrieval.base.arrays import Array, Floats32
-from retrieval.base.cores import ahead, cores
+from retrieval.base.machine import ahead, cores
+from retrieval.base.photos import address_of
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter
-from retrieval.base.remote import address_of
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, listed
 from retrieval.images.decoding import Limits, decode, full_size, read_image

@@ -11,8 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieval.base.files import rename_whole
-from retrieval.base.locks import hold
+from retrieval.base.files import hold, rename_whole
 from retrieval.base.places import StrPath, kind_of
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.runtime import Device

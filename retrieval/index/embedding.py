@@ -18,12 +18,10 @@ from typing import Any
 import numpy as np
 
 from retrieval.base.arrays import Floats32
-from retrieval.base.files import make_folder, whole_file, write_text
-from retrieval.base.locks import hold
+from retrieval.base.files import hold, make_folder, whole_file, write_text
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, showing
-from retrieval.base.runtime import Device
-from retrieval.base.version import installed_version
+from retrieval.base.runtime import Device, installed_version
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, at_least_one, printable_json, valid_text
 from retrieval.host.processes import cluster_at, refuse_node

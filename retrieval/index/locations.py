@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from retrieval.base.photos import address_of, remote_state
 from retrieval.base.places import StrPath
-from retrieval.base.remote import address_of, remote_state
 from retrieval.errors import DataError
 from retrieval.store.items import Floats, Item, Keep
 

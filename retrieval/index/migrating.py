@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from retrieval.base.photos import address_of
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, showing
-from retrieval.base.remote import address_of
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.manifest import SplitEntry, write_manifest
 from retrieval.errors import BundleError, DataError, StoreError, listed

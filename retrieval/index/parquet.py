@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from retrieval.base.arrays import Floats32
-from retrieval.base.remote import path_in, whole_path
+from retrieval.base.photos import path_in, whole_path
 from retrieval.errors import DataError, MissingDependency, RetrievalError, did_you_mean, listed
 from retrieval.index.locations import Source, path_text
 from retrieval.store.filters import metadata_text

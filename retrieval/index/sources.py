@@ -13,8 +13,7 @@ import numpy as np
 
 from retrieval.base.arrays import Array, Floats32
 from retrieval.base.csv_table import CsvTable, is_missing_text, typed
-from retrieval.base.remote import address_of, exists, is_folder, path_in, whole_path
-from retrieval.base.walk import own_name
+from retrieval.base.photos import address_of, exists, is_folder, own_name, path_in, whole_path
 from retrieval.errors import DataError, listed
 from retrieval.images.image_files import find_images
 from retrieval.index.locations import Original, Source, Sources, is_table, path_text

@@ -26,8 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from retrieval.base.files import whole_folder, write_json, write_text
-from retrieval.base.locks import hold
+from retrieval.base.files import hold, whole_folder, write_json, write_text
 from retrieval.data.cache import dataset_identity
 from retrieval.data.datasets import Dataset
 from retrieval.data.objects import as_dataset

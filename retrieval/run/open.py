@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from retrieval.base.arrays import Ints
-from retrieval.base.cores import cores
+from retrieval.base.machine import cores
 from retrieval.base.places import StrPath, instead
 from retrieval.base.runtime import installed_packages
 from retrieval.data.datasets import Dataset

@@ -24,8 +24,8 @@ import numpy as np
 
 from retrieval.base.files import sync, whole_folder
 from retrieval.base.plain import open_plain, read_plain
+from retrieval.base.runtime import installed_version
 from retrieval.base.strict_json import parse_json, strict_loads
-from retrieval.base.version import installed_version
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.items import Generation, Keep, spans_of

@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 
 from retrieval.base.files import write_text
-from retrieval.base.memory import keep_large_blocks
+from retrieval.base.machine import keep_large_blocks
 from retrieval.data.datasets import Dataset
 from retrieval.data.encode import encode
 from retrieval.data.loading import RawInputs

@@ -213,6 +213,6 @@ def test_the_version_of_an_installation_and_of_a_source_tree(cli, monkeypatch):
         raise PackageNotFoundError(name)
 
     assert cli("--version").out == f"retrieval, version {version('embedding-retrieval')}\n"
-    monkeypatch.setattr("retrieval.base.version.version", lacking)
+    monkeypatch.setattr("retrieval.base.runtime.version", lacking)
     monkeypatch.setattr("importlib.metadata.version", lacking)
     assert cli("--version").out == "retrieval, version 0\n"

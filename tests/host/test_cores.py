@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.base import cores as of_cores
-from retrieval.base.cores import cores, default_threads, limit_threads
+from retrieval.base import machine as of_cores
+from retrieval.base.machine import cores, default_threads, limit_threads
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,7 +107,7 @@ import faiss, torch
 import numpy as np
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import RawInputs
-from retrieval.base.cores import cores, default_threads
+from retrieval.base.machine import cores, default_threads
 from retrieval_server.server import Parts
 from retrieval_server.settings import Settings
 from retrieval.images.preprocessing import Preprocessing
@@ -136,7 +136,7 @@ def test_torch_faiss_and_blas_follow_the_quota(tmp_path):
     numbers = result_of(
         f"""
 from pathlib import Path
-from retrieval.base.cores import limit_threads
+from retrieval.base.machine import limit_threads
 limit_threads(Path({str(tmp_path)!r}))
 import faiss, torch, numpy
 from threadpoolctl import threadpool_info
@@ -151,4 +151,4 @@ def test_no_other_module_counts_cores():
     counts = re.compile(r"cpu_count|sched_getaffinity|hardware_concurrency")
     files = [*(ROOT / "retrieval").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
     users = [path for path in files if counts.search(path.read_text(encoding="utf-8"))]
-    assert users == [ROOT / "retrieval/base/cores.py"]
+    assert users == [ROOT / "retrieval/base/machine.py"]

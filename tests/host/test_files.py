@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 from limits import files_of_at_most
-from retrieval.base import files, locks
-from retrieval.base.files import scratch_folder, whole_folder
-from retrieval.base.locks import hold
+from retrieval.base import files
+from retrieval.base.files import hold, scratch_folder, whole_folder
 from retrieval.errors import DataError, RetrievalError, StoreError
 
 
@@ -206,7 +205,7 @@ def test_without_locks_no_folder_counts_as_a_leftover(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, "no locks here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse)
+        patch.setattr(files, "flock", refuse)
         living = scratch_folder(tmp_path, ".a.", ".part")
         content = living.__enter__()
     write(tmp_path / "other")  # like another machine, where locks work on the same disk
@@ -217,7 +216,7 @@ def test_without_locks_no_folder_counts_as_a_leftover(tmp_path, monkeypatch):
 
 HOLDER = """
 import sys, time
-from retrieval.base.locks import hold
+from retrieval.base.files import hold
 with hold(sys.argv[1], "building this index"):
     print("held", flush=True)
     time.sleep(60)
@@ -293,7 +292,7 @@ def test_only_one_thread_holds_the_lock(tmp_path):
 
 def test_a_lock_file_deleted_while_waiting_is_created_again(tmp_path, monkeypatch):
     """The holder deletes the file after another process opens it, but before that one locks it."""
-    flock = locks.flock
+    flock = files.flock
     handles = []
 
     def late(handle, kind):
@@ -302,8 +301,8 @@ def test_a_lock_file_deleted_while_waiting_is_created_again(tmp_path, monkeypatc
         if len(handles) == 1:
             (tmp_path / ".out.lock").unlink()  # as the holder does before it releases the lock
 
-    monkeypatch.setattr(locks, "flock", late)
-    monkeypatch.setattr(locks, "_RETRY_SECONDS", -1.0)
+    monkeypatch.setattr(files, "flock", late)
+    monkeypatch.setattr(files, "_RETRY_SECONDS", -1.0)
     with hold(tmp_path / "out", "x"):
         assert list(tmp_path.iterdir()) == [tmp_path / ".out.lock"]
     assert len(handles) == 2
@@ -314,7 +313,7 @@ def test_a_system_without_locks_is_accepted(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, "no locks here")
 
-    monkeypatch.setattr(locks, "flock", refuse)
+    monkeypatch.setattr(files, "flock", refuse)
     for _ in range(2):
         with hold(tmp_path / "out", "x"):
             pass
@@ -330,7 +329,7 @@ def test_a_folder_that_cannot_be_locked_is_refused(tmp_path):
 READ_ONLY = """
 import os, sys
 from retrieval.errors import RetrievalError
-from retrieval.base.locks import hold
+from retrieval.base.files import hold
 if os.geteuid() == 0:
     os.setgid(65534); os.setuid(65534)
 with hold(sys.argv[1], "x"):

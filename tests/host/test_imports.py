@@ -211,7 +211,7 @@ def loaded(process: Callable[..., Any], code: str) -> set[str]:
 def test_import_retrieval_is_light(process):
     modules = loaded(process, "import retrieval; dir(retrieval)")
     assert not modules & HEAVY
-    light = {"errors", "base", "base.cores", "base.lazy"}
+    light = {"errors", "base", "base.machine", "base.lazy"}
     assert {m for m in modules if m.startswith("retrieval.")} == {f"retrieval.{m}" for m in light}
 
 

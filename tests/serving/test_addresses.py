@@ -6,7 +6,7 @@ import builtins
 from pathlib import Path
 
 import pytest
-from retrieval.base import remote
+from retrieval.base.photos import address_of, unreadable
 from retrieval.errors import DataError, MissingDependency, ServerError
 from retrieval.images.decoding import Limits, decode
 from retrieval.index.embedding import embed_sources
@@ -43,7 +43,7 @@ def test_an_index_of_an_address_is_the_index_of_the_folder(bucket, photos, bundl
         for key in keys:
             assert first[key].label == second[key].label
             assert (first[key].vector == second[key].vector).all()
-            assert remote.address_of(second[key].path) == f"{address}/{key}"
+            assert address_of(second[key].path) == f"{address}/{key}"
         # unchanged items are not read again; a changed photo is
         again = there.add(address, progress=False)
         assert (again.unchanged, again.added, again.changed) == (len(keys), 0, 0)
@@ -70,7 +70,7 @@ def test_a_table_names_addresses(kind, bucket, photos, bundle_path, tmp_path):
     create_index(tmp_path / "i", bundle_path, [tmp_path / "v"], progress=False)
     with open_index(tmp_path / "i") as index:
         assert sorted(index) == addresses
-        assert remote.address_of(index.get(addresses[0])[addresses[0]].path) == addresses[0]
+        assert address_of(index.get(addresses[0])[addresses[0]].path) == addresses[0]
 
 
 def test_limits_and_sentences_are_those_of_files(bucket, photos):
@@ -111,7 +111,7 @@ def test_a_storage_that_fails_stops_the_work(bucket, bundle_path, monkeypatch, t
 def test_a_missing_package_is_named(monkeypatch):
     with pytest.raises(MissingDependency, match="fsspec reads no photos at milvus://"):
         decode("milvus://host:19530/photos")
-    remote.unreadable.cache_clear()
+    unreadable.cache_clear()
     whole = builtins.__import__
 
     def without(name, *words, **options):
@@ -124,7 +124,7 @@ def test_a_missing_package_is_named(monkeypatch):
         with pytest.raises(MissingDependency, match=r"embedding-retrieval\[remote\]"):
             decode("s3://bucket/photo.jpg")
     finally:
-        remote.unreadable.cache_clear()
+        unreadable.cache_clear()
 
 
 def test_a_dataset_reads_addresses(bucket, photos, tmp_path):

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tomli_w
-from retrieval.base.locks import hold
-from retrieval.base.version import installed_version
+from retrieval.base.files import hold
+from retrieval.base.runtime import installed_version
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError
 from retrieval.host.processes import Cluster, refuse_node

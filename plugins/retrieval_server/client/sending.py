@@ -18,7 +18,7 @@ from urllib.parse import quote
 from urllib.request import getproxies_environment
 
 from pydantic import TypeAdapter, ValidationError
-from retrieval.base.version import installed_version
+from retrieval.base.runtime import installed_version
 from retrieval.errors import DataError, MissingDependency, ServerError
 
 try:

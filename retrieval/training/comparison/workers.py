@@ -15,10 +15,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from retrieval.base.cores import cores
+from retrieval.base.machine import cores
 from retrieval.base.progress import Meter
-from retrieval.base.runtime import quiet_threads
-from retrieval.base.version import installed_version
+from retrieval.base.runtime import installed_version, quiet_threads
 from retrieval.errors import DataError, Interrupted, RetrievalError
 from retrieval.host.processes import Cluster, refuse_node, refuse_unguarded
 from retrieval.training.comparison.jobs import ComparisonJob, Do, Metrics, known, perform

@@ -1,4 +1,4 @@
-"""Photos at addresses that fsspec reads, such as `s3://bucket/photo.jpg`.
+"""Photos in folders, and at addresses that fsspec reads, such as `s3://bucket/photo.jpg`.
 
 A relative path that begins with a scheme stands for an address: pathlib writes
 `s3://bucket/photo.jpg` as `s3:/bucket/photo.jpg`. So an address goes wherever a path goes: through
@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from retrieval.errors import DataError, MissingDependency, RetrievalError, ServerError
+from retrieval.errors import DataError, MissingDependency, RetrievalError, ServerError, valid_text
 
+IMAGE_EXTENSIONS = frozenset(
+    {
+        *(".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"),
+        *(".avif", ".heic", ".heif", ".hif"),
+    }
+)
+"""Lower-case file name extensions of images."""
+MAX_VISITS = 100
+"""How often links may lead to one folder: n folders that all link to each other have n! paths."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 """The package that reads a scheme's addresses by fsspec."""
@@ -26,6 +36,67 @@ _STATES = ("ETag", "md5Hash", "etag", "blob_id", "LastModified", "updated", "mti
 One is enough: a listing may tell fewer of them than a request for a single file.
 """
 _REASON_CHARACTERS = 300
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder in a fixed order, each folder's own files first.
+
+    Symbolic links are followed, as in torchvision and timm, except to a folder's own parents. A
+    broken link is yielded like a file; see `leads_nowhere`.
+
+    Raises:
+        DataError: the path is not a folder, a folder below it cannot be read, or links lead to one
+            folder more than a hundred times.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder.")
+    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
+    visits: Counter[tuple[int, int]] = Counter()
+    while waiting:
+        current, above = waiting.pop()
+        try:
+            state = current.stat()
+            with os.scandir(current) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
+        except OSError as error:
+            raise DataError(f"{current} cannot be read: {error.strerror or error}.") from error
+        identity = (state.st_dev, state.st_ino)
+        if identity in above:
+            continue
+        visits[identity] += 1
+        if visits[identity] > MAX_VISITS:
+            raise DataError(
+                f"{folder}: links lead to {current.resolve()} more than {MAX_VISITS} times. "
+                "Remove links between folders that link to one another."
+            )
+        inner = []
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if _is_folder(entry):
+                inner.append((current / entry.name, above | {identity}))
+            else:
+                yield current / entry.name
+        waiting += reversed(inner)
+
+
+def leads_nowhere(path: Path) -> bool:
+    """Return whether a path is a broken symbolic link, or part of a cycle of links."""
+    return path.is_symlink() and not path.exists()
+
+
+def own_name(folder: Path) -> str:
+    """Return the name of a folder, or of the link to it, as valid text; "." is resolved."""
+    # `resolve` would name the target of a link
+    name = Path(os.path.abspath(folder)).name  # noqa: PTH100
+    return valid_text(name)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a cycle of links, or no permission: whoever opens it gets the error
+        return False
 
 
 def address_of(path: str | os.PathLike[str]) -> str | None:
