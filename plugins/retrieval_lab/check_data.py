@@ -27,9 +27,8 @@ from retrieval.errors import DataError, RecipeError
 from retrieval.images.decoding import decode
 from retrieval.images.preprocessing import few_levels, to_mode
 from retrieval.index.embedded import in_memory
-from retrieval.index.locations import Sources, is_embedding, is_table
 from retrieval.index.parquet import holds_vectors
-from retrieval.index.sources import collect
+from retrieval.index.sources import Sources, collect, is_embedding, is_table
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.build import build_backbone, build_dataset, build_sampler
 

@@ -14,7 +14,7 @@ from retrieval.data.cache import checksum
 from retrieval.data.splits import SIDES, Splits
 from retrieval.images.decoding import Limits, decode, read_image
 from retrieval.images.preprocessing import from_array
-from retrieval.index.locations import Source, Sources
+from retrieval.index.sources import Source, Sources
 
 from retrieval_lab.findings import Subject
 

@@ -22,8 +22,8 @@ from retrieval.base.stages import TRAIL, Trail, stage
 from retrieval.errors import DataError
 from retrieval.images.decoding import format_of
 from retrieval.index.audit import Change
-from retrieval.index.hits import Hit
 from retrieval.index.index import Index
+from retrieval.index.searching import Hit
 from retrieval.store.contract import Item
 from retrieval.store.filters import Filter
 from retrieval.store.folder import INDEX_FORMAT

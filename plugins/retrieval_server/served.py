@@ -31,10 +31,9 @@ from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import arrays_of, row_of
 from retrieval.index.audit import Audit, Change
-from retrieval.index.hits import Hit
 from retrieval.index.index import Index
-from retrieval.index.locations import digest_of
-from retrieval.index.queries import encode_vectors
+from retrieval.index.searching import Hit, encode_vectors
+from retrieval.index.sources import digest_of
 from retrieval.store import contract
 from retrieval.store.contract import (
     CODE,

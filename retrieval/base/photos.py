@@ -107,6 +107,11 @@ def address_of(path: str | os.PathLike[str]) -> str | None:
     return f"{match[1]}://{match[2]}"
 
 
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return a path or an address as valid UTF-8 text; bytes that are not UTF-8 are escaped."""
+    return os.fsencode(address_of(path) or path).decode("utf-8", "backslashreplace")
+
+
 def whole_path(path: Path) -> Path:
     """Return the absolute path of a local file; an address stays."""
     if address_of(path):

@@ -79,7 +79,7 @@ def evaluate_command(
 
     Example:  retrieval evaluate runs/digits --protocol verification --draw 2000
     """
-    from retrieval.index.locations import is_embedding
+    from retrieval.index.sources import is_embedding
 
     if is_embedding(run):
         of_runs = {"protocol", *options} - {"metrics"}

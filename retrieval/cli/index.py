@@ -251,7 +251,7 @@ def _exported(
 ) -> Path:
     """Return the bundle of a pretrained model with parameters, which is in the cache."""
     from retrieval.export.export_backbone import BackboneEncoder
-    from retrieval.index.locations import is_table
+    from retrieval.index.sources import is_table
 
     # the export verifies on image files and cannot read tables
     photos = [image for image in images if not is_table(image.name)]

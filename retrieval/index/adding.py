@@ -28,17 +28,18 @@ from retrieval.errors import DataError, listed
 from retrieval.images.decoding import Limits, decode, full_size, read_image
 from retrieval.images.preprocessing import as_list, from_pixels, thumbnail, to_png
 from retrieval.index.embedded import Vectors
-from retrieval.index.locations import (
+from retrieval.index.sources import (
     Original,
     Source,
     Sources,
+    collect,
     digest_of,
     is_embedding,
+    label_text,
+    originals,
     paths_of,
     state_of,
 )
-from retrieval.index.parquet import label_text
-from retrieval.index.sources import collect, originals
 from retrieval.store.address import IndexPlace
 from retrieval.store.contract import CODE, FEATURES, VECTOR, Item, Keep, Superseded
 

@@ -20,7 +20,7 @@ from retrieval.bundle.encoder import Encoder
 from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import Added, Options, Summary, add_sources
-from retrieval.index.locations import paths_of
+from retrieval.index.sources import paths_of
 from retrieval.store.address import Address, place_of
 from retrieval.store.backends import make_backend, short_name
 from retrieval.store.contract import Keep, StorePlace, StoreUnavailable, widths_of

@@ -20,11 +20,12 @@ import numpy as np
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
+from retrieval.base.photos import path_text
 from retrieval.base.plain import read_plain
 from retrieval.base.strict_json import parse_json, problems_of, strict_loads
 from retrieval.errors import DataError
-from retrieval.index.locations import PLAN, Source, Sources, is_embedding, path_text
-from retrieval.index.parquet import Table, pyarrow, table_errors, text_problem, vectors_of
+from retrieval.index.parquet import Table, pyarrow, table_errors, vectors_of
+from retrieval.index.sources import PLAN, Source, Sources, is_embedding, text_problem
 from retrieval.store.items import CODE, FEATURES, VECTOR, Floats, Item, Keep
 
 if TYPE_CHECKING:

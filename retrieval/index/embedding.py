@@ -19,6 +19,7 @@ import numpy as np
 
 from retrieval.base.arrays import Floats32
 from retrieval.base.files import hold, make_folder, whole_file, write_text
+from retrieval.base.photos import path_text
 from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.runtime import Device, installed_version
@@ -28,9 +29,8 @@ from retrieval.host.processes import cluster_at, refuse_node
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import Options, Result, embed, refuse_twice
 from retrieval.index.embedded import BAD, SIZES, EmbeddingPlan, part_file, schema_of
-from retrieval.index.locations import PLAN, Source, Sources, digest_of, path_text, paths_of
 from retrieval.index.parquet import pyarrow
-from retrieval.index.sources import collect, originals
+from retrieval.index.sources import PLAN, Source, Sources, collect, digest_of, originals, paths_of
 from retrieval.store.filters import metadata_text
 from retrieval.store.items import FEATURES, Item, widths_of
 

@@ -10,27 +10,23 @@ from typing import Any, Self, overload
 import numpy as np
 from PIL.Image import Image
 
-from retrieval.base.arrays import Array, Floats32
+from retrieval.base.arrays import Floats32
 from retrieval.base.places import StrPath, instead, kind_of
 from retrieval.base.progress import Progress, showing
 from retrieval.base.runtime import Device
 from retrieval.base.stages import stage
 from retrieval.bundle.bundle import Bundle, Encoded
-from retrieval.bundle.distances import bundle_distances, depends_on_vectors_alone, merged_distances
+from retrieval.bundle.distances import depends_on_vectors_alone
 from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import Added, Options, Summary, add_images, add_sources
 from retrieval.index.creating import create_and_open
 from retrieval.index.duplicates import duplicates
-from retrieval.index.hits import Hit, Hits
 from retrieval.index.migrating import migrate, rollback
-from retrieval.index.queries import encode_queries
+from retrieval.index.searching import Hits, encode_queries, ranked
 from retrieval.store.address import Address, IndexPlace, folder_of, place_of
 from retrieval.store.contract import (
-    CODE,
     MARGIN,
-    VECTOR,
-    Candidates,
     Generation,
     Item,
     Keep,
@@ -40,7 +36,7 @@ from retrieval.store.contract import (
 )
 from retrieval.store.filters import FilterLike, as_filter
 from retrieval.store.find_store import store_place
-from retrieval.store.items import own_copy, served_of
+from retrieval.store.items import served_of
 
 _MAX_ATTEMPTS = 5  # of a search that a change of the served bundle interrupts
 _QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances
@@ -260,26 +256,28 @@ class Index:
         attempts = 0
         while True:
             bundle = self.bundle
-            encoded, is_single = encode_queries(bundle, queries)
-            query, code = _query_arrays(bundle, encoded)
-            rescorer = bundle.manifest.rescorer
+            vectors, codes, is_single = encode_queries(bundle, queries)
+            count = k
             # If the bundle's distance is not the store's, their orders may differ: request more.
-            if depends_on_vectors_alone(bundle):
-                minimum = k
-            else:
-                minimum = k + MARGIN
-            count = max(minimum, candidates or (rescorer.candidates if rescorer else 0))
+            if not depends_on_vectors_alone(bundle):
+                count += MARGIN
+            rescorer = bundle.manifest.rescorer
+            if candidates is not None:
+                count = max(count, candidates)
+            elif rescorer is not None:
+                count = max(count, rescorer.candidates)
             hits: list[Hits] = []
             try:
-                for start in range(0, len(query), _QUERIES_PER_BLOCK):
-                    block = query[start : start + _QUERIES_PER_BLOCK]
+                for start in range(0, len(vectors), _QUERIES_PER_BLOCK):
+                    block = vectors[start : start + _QUERIES_PER_BLOCK]
                     proposed = self.store.propose(block, count, bundle.sha256, filter=filter)
                     for row, group in enumerate(proposed, start):
-                        if code is None:
-                            query_code = None
+                        if codes is None:
+                            code = None
                         else:
-                            query_code = code[row]
-                        hits.append(self._ranked(bundle, query[row], query_code, group, k, count))
+                            code = codes[row]
+                        nearest = ranked(bundle, vectors[row], code, group, k, count)
+                        hits.append(Hits(nearest, self.store.original))
                 if is_single:
                     return hits[0]
                 return hits
@@ -289,47 +287,6 @@ class Index:
                 # `Encoded` no longer holds the images, so the new bundle cannot encode them.
                 if isinstance(queries, Encoded) or attempts == _MAX_ATTEMPTS:
                     raise
-
-    def _ranked(
-        self,
-        bundle: Bundle,
-        query: Floats32,
-        code: Floats32 | None,
-        group: Candidates,
-        k: int,
-        count: int,
-    ) -> Hits:
-        """Return the k hits among a query's candidates, by the distance that `bundle` defines.
-
-        `count` is the number of candidates to rescore; the store may propose a few more.
-        """
-        if group.distances is not None:
-            if depends_on_vectors_alone(bundle):
-                return self._hits(group.items, group.distances[:k].tolist())
-            rows = sorted(range(len(group.items)), key=lambda row: group.items[row].id)
-            group = _selected(group, rows)
-        elif not (depends_on_vectors_alone(bundle) or bundle.manifest.subspaces):
-            group = _cut(group, query, count)
-        if not group.items:
-            return self._hits([], [])
-        if code is None:
-            codes = None
-        else:
-            codes = group.arrays[CODE]
-        hit_count = min(k, len(group.items))
-        distances = bundle_distances(bundle, query, code, group.arrays[VECTOR], codes, hit_count)
-        order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
-        nearest = [group.items[row] for row in order.tolist()]
-        return self._hits(nearest, distances[order].tolist())
-
-    def _hits(self, items: Sequence[Item], distances: Sequence[float]) -> Hits:
-        """Return one hit per distance; items beyond the number of distances are ignored."""
-        pairs = zip(items, distances, strict=False)
-        hits = (
-            Hit(item.id, item.label, distance, own_copy(item.metadata), item.path, item.keep)
-            for item, distance in pairs
-        )
-        return Hits(hits, self.store.original)
 
     # Items
 
@@ -494,51 +451,3 @@ def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
             missing = ": there is no such folder"
         raise StoreError(f"{place} is not an index{missing}.{instead(place, 'index')}")
     return store_place(place, plugins).open()
-
-
-def _query_arrays(bundle: Bundle, queries: Encoded | Array) -> tuple[Floats32, Floats32 | None]:
-    """Return query vectors (Q, P), and codes (Q, C) if the bundle has a rescorer.
-
-    NaN and infinity pass; the store refuses them.
-    """
-    rescores = bundle.manifest.rescorer is not None
-    width = bundle.manifest.vector
-    if isinstance(queries, Encoded):
-        if queries.bundle not in ("", bundle.sha256):
-            raise Superseded(
-                "The queries were encoded with another bundle than the one that the index serves."
-                " Encode them again."
-            )
-        query = queries.query
-        code = queries.code
-    else:
-        query = np.atleast_2d(np.asarray(queries))
-        code = None
-        if query.dtype.kind not in "fiu":
-            raise DataError(f"A query vector holds real numbers, not {query.dtype}.")
-    if query.ndim != 2 or query.shape[1] != width:
-        raise DataError(f"A query vector of this index has {width} numbers, not {query.shape[-1]}.")
-    if query.dtype != np.float32:
-        with np.errstate(over="ignore"):
-            query = query.astype(np.float32)
-    query = np.ascontiguousarray(query)
-    if rescores and code is None:
-        raise DataError(
-            "The rescorer of this index needs the code of each query, which a vector lacks. Pass an"
-            " image, or features if the bundle takes features."
-        )
-    return query, code if rescores else None
-
-
-def _cut(proposed: Candidates, query: Floats32, count: int) -> Candidates:
-    """Return the `count` nearest candidates by Euclidean distance, still sorted by id."""
-    if len(proposed.items) <= count:
-        return proposed
-    distances = merged_distances(query, proposed.arrays[VECTOR], count, (), "min")
-    return _selected(proposed, sorted(np.argsort(distances, kind="stable")[:count].tolist()))
-
-
-def _selected(proposed: Candidates, rows: list[int]) -> Candidates:
-    """Return the candidates in the given rows, without the store's distances."""
-    arrays = {name: array[rows] for name, array in proposed.arrays.items()}
-    return Candidates([proposed.items[row] for row in rows], arrays)

@@ -22,7 +22,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.manifest import SplitEntry, write_manifest
 from retrieval.errors import BundleError, DataError, StoreError, listed
 from retrieval.index.adding import Options, by_name, embed, row_of
-from retrieval.index.locations import Original
+from retrieval.index.sources import Original
 from retrieval.store.items import (
     FEATURES,
     Floats,

@@ -1,9 +1,7 @@
-"""Read items and vectors from Parquet tables, a part of a row group at a time."""
+"""Read cells and vectors from Parquet tables, a part of a row group at a time."""
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +10,8 @@ from typing import Any, Self
 import numpy as np
 
 from retrieval.base.arrays import Floats32
-from retrieval.base.photos import path_in, whole_path
-from retrieval.errors import DataError, MissingDependency, RetrievalError, did_you_mean, listed
-from retrieval.index.locations import Source, path_text
-from retrieval.store.filters import metadata_text
-from retrieval.store.items import check_id
+from retrieval.base.photos import path_text
+from retrieval.errors import DataError, MissingDependency, RetrievalError, did_you_mean
 
 ITEM_CHARACTERS = 1_000_000
 """Most characters in all of an item's text; an index refuses items with more."""
@@ -27,7 +22,6 @@ _GROUP_VALUES = 1 << 28  # most values of a column in one row group
 _ROWS = 1_000_000  # rows that any file may have; a larger file may have more
 _ROWS_PER_BYTE = 4
 _ROWS_AT_A_TIME = 512
-_MAX_PROBLEMS = 100
 _VECTORS = ("features", "vector")
 
 
@@ -115,6 +109,10 @@ class Table:
     Attributes:
         name: the path as text.
         schema: pyarrow's schema of the table.
+        content: column of the images' paths or the features.
+        key: column of the ids, or `None`.
+        label: column of the labels, or `None`.
+        metadata: further columns, which JSON can hold.
         count: number of rows.
         left_out: one sentence per column that cannot be stored as metadata.
 
@@ -177,18 +175,18 @@ class Table:
             raise DataError(
                 f"{self.name}: '{content}' must be a list of numbers, not {kinds[content]}."
             )
-        self._content = content
+        self.content: str = content
         self._is_vector = features
-        self._key = next((name for name in ("key", "id") if name in kinds), None)
-        self._label = "label" if "label" in kinds else None
-        further = [name for name in kinds if name not in {content, self._key, self._label}]
-        self._metadata = [
+        self.key = next((name for name in ("key", "id") if name in kinds), None)
+        self.label = "label" if "label" in kinds else None
+        further = [name for name in kinds if name not in {content, self.key, self.label}]
+        self.metadata = [
             name for name in further if _is_json(kinds[name]) or _becomes_text(kinds[name])
         ]
         self.left_out = [
             f"{self.name}: the column '{name}' is left out, because JSON has no {kinds[name]}."
             for name in further
-            if name not in self._metadata
+            if name not in self.metadata
         ]
 
     def batches(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
@@ -222,39 +220,25 @@ class Table:
                     " table with smaller row groups."
                 )
 
-    def sources(self, first: int = 0) -> Iterator[tuple[list[Source], Floats32]]:
-        """Yield all rows in blocks: their items, and their features (n, F).
+    def blocks(self) -> Iterator[tuple[int, dict[str, list[Any]], Floats32]]:
+        """Yield all rows in blocks: the first row's number, cells by column, and features (n, F).
 
-        F is 0 in a table of images. In a table of features, `Source.row` counts from `first`.
+        F is 0 in a table of images. In a table of features, these are not among the cells.
 
         Raises:
-            DataError: some rows cannot be used. The message lists the first ten.
+            DataError: features or text have an unusable shape or size.
         """
-        problems: list[str] = []
-        names = [name for name in (self._key, self._label, *self._metadata) if name]
-        if self._is_vector:
-            columns = names
-        else:
-            columns = [self._content, *names]
-        for number, batch in self.batches([self._content, *names]):
+        names = [name for name in (self.key, self.label, *self.metadata) if name]
+        for number, batch in self.batches([self.content, *names]):
             features = np.empty((batch.num_rows, 0), np.float32)
+            columns = names
             if self._is_vector:
-                features = vectors_of(self.path, batch.column(self._content), number)
+                features = vectors_of(self.path, batch.column(self.content), number)
+            else:
+                columns = [self.content, *names]
             with table_errors(self.path):
-                values = [self._values(batch.column(name), name) for name in columns]
-            items: list[Source] = []
-            for row in range(batch.num_rows):
-                cells = {name: cell[row] for name, cell in zip(columns, values, strict=True)}
-                item = self._source(number + row, cells, first)
-                if isinstance(item, Source):
-                    items.append(item)
-                else:
-                    problems.append(f"row {number + row}: {item}.")
-            if len(problems) >= _MAX_PROBLEMS:
-                break
-            yield items, features
-        if problems:
-            raise DataError(listed(self.name, problems[:_MAX_PROBLEMS]))
+                cells = {name: self._values(batch.column(name), name) for name in columns}
+            yield number, cells, features
 
     def _values(self, column: Any, name: str) -> list[Any]:
         """Return a column as Python values; times and decimal numbers become text."""
@@ -270,72 +254,6 @@ class Table:
             column = column.cast(arrow.string())
         values: list[Any] = column.to_pylist()
         return values
-
-    def _source(self, number: int, cells: dict[str, Any], first: int) -> Source | str:
-        """Return a row as an item, or its problem: the words that follow "row 3: "."""
-        path = cells.get(self._content)
-        stem = path_text(self.path.name).partition(".")[0] or path_text(self.path.name)
-        if self._key:
-            key = cells[self._key]
-        else:
-            key = path or f"{stem}/{number}"
-        if self._label:
-            label = cells[self._label]
-        else:
-            label = None
-        if not self._is_vector and (not isinstance(path, str) or not path or "\0" in path):
-            return "'path' is empty or is not a path"
-        if isinstance(key, bool) or not isinstance(key, str | int):
-            return (
-                f"'{self._key}' is {'empty' if key is None else 'neither text nor a whole number'}"
-            )
-        if not isinstance(label, str | int | float | None):
-            return "'label' is neither text nor a number"
-        label = label_text(label)
-        metadata = {name: _json_value(cells[name]) for name in self._metadata}
-        if problem := text_problem(str(key), label, metadata):
-            return problem
-        if path is not None:
-            file = whole_path(path_in(self.path.parent, path))
-            return Source(str(key), label, file, metadata, has_id=self._key is not None)
-        return Source(str(key), label, self.path, metadata, first + number)
-
-
-def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:
-    """Return why an item cannot be stored (the words that follow "row 3: "), or `None`."""
-    if fault := check_id(key):
-        return fault
-    try:
-        length = len(metadata_text(metadata)) + len(metadata_text({"": label}))
-    except DataError as problem:
-        return str(problem).rstrip(".")
-    except RecursionError:
-        return "has metadata that nest too deeply"
-    if length > ITEM_CHARACTERS:
-        return f"has more than {ITEM_CHARACTERS:,} characters"
-    return None
-
-
-def label_text(label: str | int | float | None) -> str | None:
-    """Return a label as text; booleans as in JSON, and an empty label, NaN or -1 as `None`."""
-    if isinstance(label, bool):
-        return str(label).lower()
-    if label in (None, "", -1) or (isinstance(label, float) and math.isnan(label)):
-        return None
-    return sys.intern(str(label))  # items share equal labels in memory
-
-
-def _json_value(value: Any) -> Any:
-    """Return a value that JSON can hold: NaN and infinity become `None`, at any depth."""
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return None
-    if isinstance(value, dict):
-        return {name: _json_value(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_json_value(element) for element in value]
-    return value
 
 
 def _is_extension(kind: Any) -> bool:

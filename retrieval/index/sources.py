@@ -1,34 +1,152 @@
-"""Collect items from files, folders and tables, with their originals (the content to embed)."""
+"""Items to index: collected from files, folders and tables, with their originals to embed."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
+import sys
 import tempfile
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from retrieval.base.arrays import Array, Floats32
 from retrieval.base.csv_table import CsvTable, is_missing_text, typed
-from retrieval.base.photos import address_of, exists, is_folder, own_name, path_in, whole_path
+from retrieval.base.photos import (
+    address_of,
+    exists,
+    is_folder,
+    own_name,
+    path_in,
+    path_text,
+    remote_state,
+    whole_path,
+)
+from retrieval.base.places import StrPath
 from retrieval.errors import DataError, listed
 from retrieval.images.image_files import find_images
-from retrieval.index.locations import Original, Source, Sources, is_table, path_text
-from retrieval.index.parquet import (
-    ITEM_CHARACTERS,
-    MAX_WIDTH,
-    Table,
-    label_text,
-    refuse_many,
-)
-from retrieval.store.items import Item, Keep
+from retrieval.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, refuse_many
+from retrieval.store.filters import metadata_text
+from retrieval.store.items import Floats, Item, Keep, check_id
 
+PLAN = "embedding.json"
+"""File that marks a folder of embeddings and describes it; see `embedded.EmbeddingPlan`."""
 _ARRAY_BYTES = 1 << 30
 _MAX_COMPRESSION = 16
 """An array of more than 1 GiB may be at most this many times as large as its `.npz` file."""
+_MAX_PROBLEMS = 100
+
+
+def paths_of(paths: StrPath | Iterable[StrPath]) -> list[StrPath]:
+    """Return one or more paths as a list."""
+    if isinstance(paths, str | os.PathLike):
+        return [paths]
+    return list(paths)
+
+
+def is_table(name: str) -> bool:
+    """Return whether a file's name is that of a Parquet table."""
+    return name.lower().endswith((".parquet", ".pq"))
+
+
+def is_embedding(place: object) -> bool:
+    """Return whether a path is a folder written by `retrieval embed`."""
+    return isinstance(place, str | os.PathLike) and (Path(place) / PLAN).is_file()
+
+
+def state_of(path: Path) -> str:
+    """Return text that changes when a file changes, or "missing".
+
+    The text begins with the size. Programs can set a file's modification time, but neither its
+    change time (ctime) nor its inode.
+    """
+    if address_of(path):
+        return remote_state(path)
+    try:
+        status = path.stat()
+    except OSError:
+        return "missing"
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+
+
+def digest_of(content: bytes) -> str:
+    """Return the SHA-256 of an original, with which its item's stamp begins."""
+    return hashlib.sha256(content).hexdigest()
+
+
+Original: TypeAlias = "Path | bytes | Floats | DataError"
+"""What an item is embedded from: its file's path, its bytes, or finite features (F,).
+
+A `DataError` says why the content is missing.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One item to encode: an image, or a row of the collected features.
+
+    Attributes:
+        key: id of the item.
+        label: label of the item, or `None`.
+        path: path of the image, or of the file that holds the features. `None` for an item of a
+            folder of embeddings that has no file of its own.
+        metadata: further columns of a CSV manifest or a Parquet table.
+        row: row of the item in `Sources.features`. `None` for an image.
+        recorded: stamp that a folder of embeddings stores; see `Item.stamp`. `None` for an image
+            or a row of features.
+        has_id: whether a table gives the id in a column of its own.
+    """
+
+    key: str
+    label: str | None
+    path: Path | None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    row: int | None = None
+    recorded: str | None = None
+    has_id: bool = False
+
+    @property
+    def name(self) -> str:
+        """Path of the item's file, for messages."""
+        return path_text(str(self.path))
+
+    def item(self, keep: Keep = "reference") -> Item:
+        """Return the item to store, without its arrays and the sizes of its original.
+
+        The stamp of an image lacks the hash of its content, which has yet to be read.
+        """
+        stamp = self.recorded
+        if stamp is None and self.row is None:
+            assert self.path is not None  # only embedded items lack a path
+            stamp = state_of(self.path)
+        if keep == "nothing" or self.row is not None:
+            path = None
+        else:
+            path = self.path
+        return Item(self.key, self.label, self.metadata, path=path, stamp=stamp, keep=keep)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The items to encode, in order.
+
+    Attributes:
+        items: the items.
+        features: features (N, F), or `None` for images.
+        repeated: number of repeated items in the sources: the same file, and no other id.
+        left_out: one sentence per reason why files or columns were left out.
+    """
+
+    items: list[Source]
+    features: Floats | None = None
+    repeated: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
@@ -68,7 +186,8 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
             items += _listed(place, _csv(place))
         elif is_table(place.name):
             with Table(place.absolute(), "image") as table:
-                items += _listed(place, [item for block, _ in table.sources() for item in block])
+                blocks = _table_items(table)
+                items += _listed(place, [item for block, _ in blocks for item in block])
             left_out += table.left_out
         else:
             items.append(Source(path_text(source), None, whole_path(place)))
@@ -175,6 +294,98 @@ def _csv(manifest: Path) -> list[Source]:
     ]
 
 
+def _table_items(table: Table, first: int = 0) -> Iterator[tuple[list[Source], Floats32]]:
+    """Yield the rows of a Parquet table in blocks: their items, and their features (n, F).
+
+    In a table of features, `Source.row` counts from `first`.
+
+    Raises:
+        DataError: some rows cannot be used. The message lists the first ten.
+    """
+    problems: list[str] = []
+    for number, columns, features in table.blocks():
+        items: list[Source] = []
+        for row in range(len(features)):
+            cells = {name: values[row] for name, values in columns.items()}
+            item = _table_item(table, number + row, cells, first)
+            if isinstance(item, Source):
+                items.append(item)
+            else:
+                problems.append(f"row {number + row}: {item}.")
+        # A table of millions of rows may have as many problems, of which few are listed.
+        if len(problems) >= _MAX_PROBLEMS:
+            break
+        yield items, features
+    if problems:
+        raise DataError(listed(table.name, problems[:_MAX_PROBLEMS]))
+
+
+def _table_item(table: Table, number: int, cells: dict[str, Any], first: int) -> Source | str:
+    """Return a row as an item, or its problem: the words that follow "row 3: "."""
+    path: Any = cells.get(table.content)
+    is_image = table.content in cells
+    if is_image and (not isinstance(path, str) or not path or "\0" in path):
+        return "'path' is empty or is not a path"
+    key = path
+    if table.key:
+        key = cells[table.key]
+    elif not is_image:
+        name = path_text(table.path.name)
+        key = f"{name.partition('.')[0] or name}/{number}"
+    if isinstance(key, bool) or not isinstance(key, str | int):
+        return f"'{table.key}' is {'empty' if key is None else 'neither text nor a whole number'}"
+    label = None
+    if table.label:
+        label = cells[table.label]
+    if not isinstance(label, str | int | float | None):
+        return "'label' is neither text nor a number"
+    label = label_text(label)
+    metadata = {name: _json_value(cells[name]) for name in table.metadata}
+    if problem := text_problem(str(key), label, metadata):
+        return problem
+    if is_image:
+        file = whole_path(path_in(table.path.parent, path))
+        return Source(str(key), label, file, metadata, has_id=table.key is not None)
+    return Source(str(key), label, table.path, metadata, first + number)
+
+
+def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:
+    """Return why an item cannot be stored (the words that follow "row 3: "), or `None`."""
+    if fault := check_id(key):
+        return fault
+    try:
+        length = len(metadata_text(metadata)) + len(metadata_text({"": label}))
+    except DataError as problem:
+        return str(problem).rstrip(".")
+    except RecursionError:
+        return "has metadata that nest too deeply"
+    if length > ITEM_CHARACTERS:
+        return f"has more than {ITEM_CHARACTERS:,} characters"
+    return None
+
+
+def label_text(label: str | int | float | None) -> str | None:
+    """Return a label as text; booleans as in JSON, and an empty label, NaN or -1 as `None`."""
+    if isinstance(label, bool):
+        return str(label).lower()
+    if label in (None, "", -1) or (isinstance(label, float) and math.isnan(label)):
+        return None
+    return sys.intern(str(label))  # items share equal labels in memory
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value that JSON can hold: NaN and infinity become `None`, at any depth."""
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return None
+    if isinstance(value, dict):
+        return {name: _json_value(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_json_value(element) for element in value]
+    return value
+
+
 def _listed(path: Path, items: list[Source]) -> list[Source]:
     """Return a table's items; raise a `DataError` if there are none."""
     if not items:
@@ -219,7 +430,7 @@ def _blocks(
     if is_table(place.name):
         with Table(place, "features") as table:
             left_out += table.left_out
-            yield from table.sources(first)
+            yield from _table_items(table, first)
     else:
         yield _npz(place, first)
 

@@ -13,8 +13,7 @@ import retrieval
 from layouts import picture
 from retrieval.base.csv_table import CsvTable, csv_text, typed
 from retrieval.errors import DataError
-from retrieval.index.locations import Source
-from retrieval.index.sources import collect
+from retrieval.index.sources import Source, collect
 
 PATHS = [f"photos/{label}/{number}.png" for label in "abc" for number in range(2)]
 Read = Callable[[Path], list[tuple[str, str | None]]]

@@ -84,7 +84,7 @@ def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: 
     """Write a folder of vectors as `retrieval embed` does."""
     from retrieval.index.embedded import EmbeddingPlan
     from retrieval.index.embedding import write_part
-    from retrieval.index.locations import PLAN, Source
+    from retrieval.index.sources import PLAN, Source
 
     folder.mkdir()
     sizes = parts * size, size, 1, {"vector": WIDE}, [1, 1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from retrieval.base.tables import text_table
-from retrieval.index.hits import Hit
+from retrieval.index.searching import Hit
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp"
 SHOWN = "\\x1b[2J\\x1b]0;owned\\x07\\x9b31m\\u202egnp"
