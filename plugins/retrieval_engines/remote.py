@@ -49,13 +49,13 @@ from retrieval.store.items import (
     Generation,
     Item,
     check_embedded,
-    check_queries,
     checked,
     refuse_fields,
     served_of,
     spans_of,
     usable,
 )
+from retrieval.store.search import check_queries
 
 from retrieval_engines.rows import PIECE_BYTES, Row
 

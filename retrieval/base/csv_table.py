@@ -226,7 +226,8 @@ def _type_of(values: list[str]) -> Any:
     filled = [value for value in values if value]
     if not filled:
         return str
-    if all(value.lower() in _TRUTH for value in filled):  # Excel writes TRUE, pandas writes True
+    # Excel writes TRUE, pandas writes True.
+    if all(value.lower() in _TRUTH for value in filled):
         return lambda value: _TRUTH[value.lower()] if value else None
     if all(_WHOLE.fullmatch(value) for value in filled):
         return lambda value: int(value) if value else None

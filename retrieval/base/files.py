@@ -148,7 +148,8 @@ def whole_folder(path: Path, *, replace: bool, exists_error: RetrievalError) -> 
         temporary.chmod(0o777 & ~_umask())
         sync_below(temporary)
         with contextlib.suppress(OSError):
-            path.rmdir()  # succeeds only if the folder is empty
+            # Succeeds only if the folder is empty.
+            path.rmdir()
         rename_whole(temporary, path, replace=replace, exists_error=exists_error)
 
 
@@ -245,7 +246,8 @@ def scratch_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path
         (path / "content").mkdir()
         yield path / "content"
     finally:
-        _close(handle)  # first, as NFS keeps a deleted file until it is closed
+        # Close the file first, as NFS keeps a deleted file until it is closed.
+        _close(handle)
         _remove(path)
 
 
@@ -390,7 +392,8 @@ def _write_holder(handle: int) -> None:
     else:
         command_note = ""
     holder = f"process {os.getpid()} on {socket.gethostname()}{command_note}, since {since},"
-    with contextlib.suppress(OSError):  # the lock works without it, for example on a full disk
+    # The lock works without this text, for example on a full disk.
+    with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, holder.encode("utf-8", "replace"), 0)
 

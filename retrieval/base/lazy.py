@@ -51,7 +51,8 @@ def lazy(
             raise AttributeError(
                 f"module '{package}' has no attribute '{name}'", name=name, obj=sys.modules[package]
             )
-        setattr(sys.modules[package], name, value)  # later look-ups skip this function
+        # Later look-ups skip this function.
+        setattr(sys.modules[package], name, value)
         return value
 
     return getter, lambda: sorted({*home, *modules, *vars(sys.modules[package])})

@@ -66,7 +66,8 @@ def ahead(work: Callable[[T], R], items: Iterable[T], *, workers: int, most: int
 
 
 def _affinity() -> int:
-    if hasattr(os, "process_cpu_count"):  # Python 3.13; it also reads PYTHON_CPU_COUNT
+    # Python 3.13 has this function, which also reads PYTHON_CPU_COUNT.
+    if hasattr(os, "process_cpu_count"):
         return os.process_cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -81,7 +82,8 @@ def _quota(root: Path) -> float:
     """
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8")
-    except OSError:  # not Linux, or no /proc
+    except OSError:
+        # This is not Linux, or there is no /proc.
         return math.inf
     limits = [math.inf]
     for line in groups.splitlines():
@@ -100,7 +102,8 @@ def _quota(root: Path) -> float:
 def _limit(folder: Path) -> float:
     """Return how many cores' time one cgroup (version 2 or 1) allows."""
     for files in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
-        with suppress(OSError, ValueError, ZeroDivisionError):  # "max" means no limit
+        # "max" means no limit.
+        with suppress(OSError, ValueError, ZeroDivisionError):
             text = " ".join((folder / name).read_text(encoding="utf-8") for name in files)
             quota, period = map(int, text.split()[:2])
             if quota > 0:
@@ -151,6 +154,7 @@ def keep_large_blocks() -> None:
 
 def give_back() -> None:
     """Collect garbage and return free memory to the system; takes some milliseconds."""
-    gc.collect()  # an upload may be held by a cycle of an exception and its frames
+    # An upload may be held by a cycle of an exception and its frames.
+    gc.collect()
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -95,7 +95,8 @@ def own_name(folder: Path) -> str:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a cycle of links, or no permission: whoever opens it gets the error
+    except OSError:
+        # It is a cycle of links, or there is no permission: whoever opens it gets the error.
         return False
 
 
@@ -229,7 +230,8 @@ def read_remote(path: str | os.PathLike[str], name: str, most: int) -> bytes:
         if info.get("type") == "directory":
             raise DataError(f"{name} is a folder, not an image.")
         size = info.get("size")
-        if size == 0:  # S3 refuses a range of an empty file
+        # S3 refuses a range of an empty file.
+        if size == 0:
             return b""
         if size is not None and size > most:
             raise too_many_bytes(name, size, most)
@@ -279,7 +281,8 @@ def _sentences(name: str) -> Iterator[None]:
         raise DataError(f"{name} does not exist.") from None
     except (PermissionError, IsADirectoryError) as error:
         raise DataError(f"{name} cannot be read: {_reason(error)}.") from None
-    except Exception as error:  # of each service's own classes
+    except Exception as error:
+        # Each service has error classes of its own.
         raise ServerError(f"{name} cannot be read: {_reason(error)}.") from None
 
 

@@ -25,7 +25,8 @@ def open_plain(path: Path | str, folder: int | None = None) -> BufferedReader:
     try:
         handle = os.open(path, _OPEN, dir_fd=folder)
     except OSError as fault:
-        if fault.errno in (errno.ELOOP, errno.EMLINK):  # O_NOFOLLOW met a link
+        # O_NOFOLLOW met a link.
+        if fault.errno in (errno.ELOOP, errno.EMLINK):
             raise OSError(errno.ELOOP, "it is a link, not a file", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):

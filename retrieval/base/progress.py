@@ -183,6 +183,7 @@ def _bar_class() -> Any:
 
         return tqdm
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tqdm's advice to install ipywidgets
+        # The warning would be tqdm's advice to install ipywidgets.
+        warnings.simplefilter("ignore")
         from tqdm.auto import tqdm as notebook_tqdm
     return notebook_tqdm

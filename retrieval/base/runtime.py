@@ -105,9 +105,11 @@ def load_onnxruntime() -> Any:
 @functools.cache
 def load_libraries(runtime: Any) -> str:
     """Load CUDA's libraries from their Python packages; return the messages about failures."""
-    runtime.set_default_logger_severity(4)  # fatal only; errors are raised as exceptions too
+    # Level 4 prints fatal errors only; others are raised as exceptions too.
+    runtime.set_default_logger_severity(4)
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):  # ONNX Runtime prints missing libraries
+    # ONNX Runtime prints missing libraries.
+    with contextlib.redirect_stdout(printed):
         if preload := getattr(runtime, "preload_dlls", None):
             preload()
     return " ".join(printed.getvalue().split())
@@ -183,12 +185,14 @@ def session_options(runtime: Any, threads: int | None) -> Any:
     """Return ONNX Runtime's options: silent, without spinning, and with limited memory."""
     _limit_memory(runtime)
     options = runtime.SessionOptions()
-    options.log_severity_level = 4  # fatal only; errors are raised as exceptions too
+    # Level 4 prints fatal errors only; others are raised as exceptions too.
+    options.log_severity_level = 4
     entries = {
         "session.intra_op.allow_spinning": "0",
         "session.inter_op.allow_spinning": "0",
         "session.load_model_format": "ONNX",
-        "session.use_env_allocators": "1",  # the allocator that `_limit_memory` registers
+        # This selects the allocator that `_limit_memory` registers.
+        "session.use_env_allocators": "1",
         "optimization.constant_folding_max_output_size_in_bytes": str(_FOLDED_BYTES),
     }
     for key, value in entries.items():

@@ -252,7 +252,8 @@ class Index:
             raise StoreError(
                 f"The index {self.path} was closed. Open it again with retrieval.Index.open."
             )
-        filter = as_filter(filter)
+        if filter is not None:
+            filter = as_filter(filter)
         attempts = 0
         while True:
             bundle = self.bundle

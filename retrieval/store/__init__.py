@@ -30,12 +30,12 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         Generation as Generation,
         Item as Item,
         Stats as Stats,
-        check_queries as check_queries,
         checked as checked,
         refuse_fields as refuse_fields,
         spans_of as spans_of,
         usable as usable,
         widths_of as widths_of,
     )
+    from retrieval.store.search import check_queries as check_queries
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

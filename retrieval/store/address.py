@@ -121,7 +121,8 @@ def folder_of(path: StrPath) -> Path:
     """Return the path of an index's folder; raise a StoreError if it is not UTF-8."""
     try:
         os.fspath(path).encode()
-    except UnicodeEncodeError:  # SQLite cannot open it
+    except UnicodeEncodeError:
+        # SQLite cannot open it.
         sentence = f"The path {os.fspath(path)!a} is not valid UTF-8. Give the index another path."
         raise StoreError(sentence) from None
     return Path(path)

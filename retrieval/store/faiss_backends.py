@@ -69,7 +69,8 @@ def on_the_gpu(count: int, width: int) -> Iterator[None]:
     try:
         with _gpu_lock:
             yield
-    except (RuntimeError, MemoryError) as fault:  # cuVS raises MemoryError
+    except (RuntimeError, MemoryError) as fault:
+        # cuVS raises MemoryError.
         text = str(fault)
         if isinstance(fault, MemoryError) or _OUT_OF_MEMORY.search(text):
             raise StoreError(
@@ -108,7 +109,8 @@ class FaissBackend(IndexBackend):
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
         self._index = self._empty(*vectors.shape)
         if (lists := faiss.try_extract_index_ivf(self._index)) is not None:
-            lists.cp.min_points_per_centroid = 1  # silences a warning on standard output
+            # Silences a warning on standard output.
+            lists.cp.min_points_per_centroid = 1
             lists.train(vectors)
         # Add the vectors in pieces, so that progress is shown and Ctrl-C works in between.
         for start in range(0, len(rows), _ADDED_AT_ONCE):
@@ -170,7 +172,8 @@ class FaissBackend(IndexBackend):
             try:
                 faiss.write_index(self._index, faiss.PyCallbackIOWriter(write, 1 << 20), self.flags)
             except Exception:
-                if failure:  # FAISS would hide the OSError behind its own error
+                # FAISS would hide the OSError behind its own error.
+                if failure:
                     raise failure[0] from None
                 raise
 
@@ -237,7 +240,8 @@ class Flat(FaissBackend):
 
 def originals_of(vectors: Floats32) -> Ints:
     """Return the first row that equals each row of vectors (N, P), often the row itself."""
-    hashes = (hashlib.blake2b(row + 0.0, digest_size=16).digest() for row in vectors)  # 0 for −0
+    # Adding zero turns −0 into 0, since both are the same vector.
+    hashes = (hashlib.blake2b(row + 0.0, digest_size=16).digest() for row in vectors)
     table = np.fromiter(hashes, "S16", len(vectors))
     _, first, group = np.unique(table, return_index=True, return_inverse=True)
     originals: Ints = first[group]
@@ -322,7 +326,8 @@ class Hnsw(FaissBackend):
         self._vectors = np.ascontiguousarray(vectors, "<f4")
         content = self._vectors.view(np.uint8).reshape(-1)
         self._storage = faiss.IndexFlatL2(vectors.shape[1])
-        no_owner = self._storage.codes.owner  # without an owner, FAISS does not free the array
+        # Without an owner, FAISS does not free the array.
+        no_owner = self._storage.codes.owner
         view = faiss.MaybeOwnedVectorUInt8.create_view(
             faiss.swig_ptr(content), len(content), no_owner
         )
@@ -332,7 +337,8 @@ class Hnsw(FaissBackend):
         index.own_fields = False
         index.hnsw.efSearch = self.ef_search
         if getattr(index, "base_level_only", False):
-            return  # a graph of a GPU, which has no copies
+            # A graph that a GPU built has no copies.
+            return
         links = faiss.rev_swig_ptr(index.hnsw.neighbors.data(), index.hnsw.neighbors.size())
         slots = faiss.vector_to_array(index.hnsw.offsets)[:-1].astype(np.int64)
         self._copies = np.flatnonzero((links[slots] >= 0) & (links[slots] == links[slots + 1]))
@@ -345,7 +351,8 @@ class Hnsw(FaissBackend):
     ) -> tuple[Floats32, Ints]:
         """Search the graph for originals, and insert their copies after them."""
         wider = keep
-        if keep is not None:  # also find originals of which a copy is selected
+        # Also find originals of which only a copy is selected.
+        if keep is not None:
             wider = keep.copy()
             wider[self._originals[keep[self._copies]]] = True
         distances, rows = super()._searched(queries, k, wider)
@@ -364,7 +371,8 @@ class Hnsw(FaissBackend):
 
     def _parameters(self, k: int) -> Any:
         if k <= self.ef_search:
-            return None  # the index has its own `efSearch`
+            # The index's own `efSearch` is wide enough.
+            return None
         return load_faiss().SearchParametersHNSW(efSearch=k)
 
 
@@ -429,7 +437,8 @@ class Cagra(Hnsw):
     def _searched_on_gpu(self, queries: Floats32, k: int) -> tuple[Floats32, Ints]:
         parameters = load_faiss().SearchParametersCagra()
         width = max(k, min(self.ef_search, self.most_on_gpu))
-        parameters.itopk_size = -(-width // 32) * 32  # must be a multiple of 32
+        # CAGRA takes only multiples of 32.
+        parameters.itopk_size = -(-width // 32) * 32
         hits: tuple[Floats32, Ints] = self._gpu_index.search(queries, k, params=parameters)
         return hits
 
@@ -500,7 +509,8 @@ class IvfPq(ListsBackend):
     """
 
     kinds = ("IndexIVFPQ",)
-    room = 1 << 31  # FAISS's limit for its precomputed tables
+    # This is FAISS's own limit for its precomputed tables.
+    room = 1 << 31
     expand = 8
 
     def __init__(

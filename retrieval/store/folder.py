@@ -191,7 +191,8 @@ def bytes_of(folder: Path) -> int:
         for name in names:
             with suppress(FileNotFoundError):
                 status = Path(parent, name).stat()
-                size += min(status.st_size, status.st_blocks * 512)  # files may be sparse
+                # Files grow in steps and may be sparse, so count only the blocks on the disk.
+                size += min(status.st_size, status.st_blocks * 512)
     return size
 
 
@@ -291,7 +292,8 @@ def write_snapshot(
             ):
                 _copy(connection, record, fresh)
             return
-        except FileNotFoundError as fault:  # another process has just compacted
+        except FileNotFoundError as fault:
+            # Another process has just compacted: its new files have other names.
             missing = fault.filename
     raise missing_file(folder, missing)
 
@@ -309,7 +311,8 @@ def _faults_of(folder: Path, target: Path) -> Iterator[None]:
         else:
             path = None
         if Path(path or folder).is_relative_to(folder) and not no_room(fault):
-            raise  # an error of the index that is copied
+            # The error is one of the index that is copied, not of the target.
+            raise
         raise StoreError(f"{target} cannot be written: {reason_and_advice(fault)}") from fault
 
 

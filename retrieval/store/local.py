@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast, get_args
@@ -60,9 +61,7 @@ from retrieval.store.items import (
     Item,
     Stats,
     check_embedded,
-    check_queries,
     checked,
-    own_copy,
     usable,
 )
 from retrieval.store.masks import Masks, sql_of
@@ -82,6 +81,7 @@ from retrieval.store.record import (
     upto_of,
     value,
 )
+from retrieval.store.search import check_queries
 from retrieval.store.structure import StructureChoice
 from retrieval.store.upkeep import BUNDLES, Upkeep, remove_leftovers
 from retrieval.store.view import (
@@ -119,7 +119,8 @@ class LocalStore(Store):
         self._background = upkeep
         self._pending: dict[int, dict[str, int]] = {}
         self._tidied = False
-        identity_of(folder)  # raises if this version cannot read the format
+        # This raises if this version cannot read the format, before anything else is opened.
+        identity_of(folder)
         self._start()
         try:
             self.record.check()
@@ -293,15 +294,10 @@ class LocalStore(Store):
         """Propose the nearest items; see `Store`."""
         answers = []
         for proposed in self._proposed(queries, count, 0, bundle, filter):
-            arrays = dict(proposed.arrays)
-            items = [
-                replace(
-                    item,
-                    metadata=own_copy(item.metadata),
-                    arrays={name: rows[position] for name, rows in arrays.items()},
-                )
-                for position, item in enumerate(proposed.items)
-            ]
+            items = []
+            for position, item in enumerate(proposed.items):
+                arrays = {name: rows[position] for name, rows in proposed.arrays.items()}
+                items.append(replace(item, metadata=deepcopy(item.metadata), arrays=arrays))
             answers.append(sorted(items, key=lambda item: item.id))
         return answers
 
@@ -356,8 +352,10 @@ class LocalStore(Store):
         """
         wide = squared is not None and rows.shape[1] > count
         if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
-            squared, rows = squared[:, :count], rows[:, :count]  # no ties: read no more items
-        rows_of_queries = [query_rows[query_rows >= 0] for query_rows in rows]  # -1: unused place
+            # Without a tie at the end, the items beyond it need not be read.
+            squared, rows = squared[:, :count], rows[:, :count]
+        # -1 marks an unused place.
+        rows_of_queries = [query_rows[query_rows >= 0] for query_rows in rows]
         numbers = [view.runs.numbers_of(query_rows).tolist() for query_rows in rows_of_queries]
         answers = self._items_of(numbers, connection)
         if answers is None:
@@ -381,10 +379,12 @@ class LocalStore(Store):
         if self._bytes > _CACHE_BYTES:
             self._items = {}
             self._bytes = 0
-        cached = self._items  # never stale: an item that changes gets a new number
+        # The cache is never stale, since an item that changes gets a new number.
+        cached = self._items
         missing = {number for group in numbers for number in group if number not in cached}
         if missing and connection is None:
             return None
+        # Every search has this stage, so that its count equals that of searches.
         with stage("items", sum(map(len, numbers))):
             if missing and connection is not None:
                 sql = (
@@ -448,7 +448,8 @@ class LocalStore(Store):
         with self.record.writing() as (connection, _):
             if _is_served(connection, generation):
                 raise StoreError("The generation is complete: it is served by now.")
-            upto = upto_of(connection, generation.number)  # another process may have embedded them
+            # Another process may have embedded some of the pending items meanwhile.
+            upto = upto_of(connection, generation.number)
             sql = "select n, id from items where n in (select value from json_each(?))"
             text = json.dumps([n for n in numbers.values() if n > upto])
             alive = sorted(ask(connection, sql, (text,)))
@@ -525,7 +526,8 @@ class LocalStore(Store):
         """Return the name of the back end and its recall at 10, which is None if it is exact."""
         with self.views.moment() as (_, view):
             loaded = view.structure
-        if loaded is None or not loaded.backends:  # a companion speeds up exact search
+        # A companion only speeds up exact search.
+        if loaded is None or not loaded.backends:
             return "flat", None
         name = loaded.structure.backend
         rows = loaded.structure.rows
@@ -572,7 +574,8 @@ class LocalStore(Store):
         """Close the store; see `Store`."""
         self.upkeep.close()
         if self._tidied:
-            with suppress(StoreError):  # the next process to close the index does it
+            # If this fails, the next process that closes the index moves the log.
+            with suppress(StoreError):
                 self.record.checkpoint()
         self.record.close()
         self.views.view = None
@@ -620,29 +623,17 @@ def _sorted(
         order = sorted(range(len(keys)), key=lambda position: (keys[position], items[position].id))
         items = [items[position] for position in order]
         rows = rows[order]
-    if distances is None:
-        return Candidates(items, _Arrays(view, rows))
-    return Candidates(items[:count], _Arrays(view, rows[:count]), distances[:count])
-
-
-class _Arrays(Mapping[str, Floats]):
-    """Vectors and codes of rows of a view, read on first access."""
-
-    def __init__(self, view: View, rows: Ints) -> None:
-        self._view = view
-        self._rows = rows
-
-    def __getitem__(self, name: str) -> Floats:
-        if name == FEATURES:
-            raise KeyError(name)
-        with self._view.arrays[name].reading(self._view.rows) as content:
-            return content[self._rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._view.generation.widths if name != FEATURES)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+    if distances is not None:
+        items = items[:count]
+        rows = rows[:count]
+        distances = distances[:count]
+    arrays = {}
+    for name, file in view.arrays.items():
+        # Features are large, and no search compares them.
+        if name != FEATURES:
+            with file.reading(view.rows) as content:
+                arrays[name] = content[rows]
+    return Candidates(items, arrays, distances)
 
 
 def _is_served(connection: apsw.Connection, generation: Generation) -> bool:

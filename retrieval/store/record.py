@@ -142,9 +142,11 @@ class Record:
 
     def check(self) -> None:
         """Raise a `StoreError` unless the record's files are complete."""
-        acknowledged = _acknowledged_seq(self.folder)  # read first: the record can only be newer
+        # Read this number first: the record can then only be newer.
+        acknowledged = _acknowledged_seq(self.folder)
         for name in (RECORD_FILE, f"{RECORD_FILE}-wal", f"{RECORD_FILE}-shm"):
-            path = self.folder / name  # SQLite would wait for a pipe, and follow a link
+            # SQLite would wait for a pipe, and follow a link.
+            path = self.folder / name
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
                 raise StoreError(f"{path} is not a regular file. Restore a snapshot of the index.")
         if self.file is None:
@@ -171,7 +173,8 @@ class Record:
             in_file = self.path.stat().st_size // size
             if count <= in_file or set(range(in_file + 1, count + 1)) <= _wal_pages(self._log):
                 return False
-            time.sleep(0.05)  # another process may be moving pages from the log into the file
+            # Another process may be moving pages from the log into the file.
+            time.sleep(0.05)
         return True
 
     @property
@@ -231,11 +234,13 @@ class Record:
             connection = _connect(self.path, apsw.SQLITE_OPEN_READWRITE)
         elif self._has_log():
             connection = _connect(self.path, apsw.SQLITE_OPEN_READONLY)
-        else:  # no writer is active: SQLite needs no lock or log file
+        else:
+            # No writer is active: SQLite needs no lock or log file.
             name = f"file:{quote(os.fsencode(self.path))}?immutable=1"
             connection = _connect(name, apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
         if fault := self.replaced():
-            connection.close()  # the new file does not match the vectors that this index has open
+            # The new file does not match the vectors that this index has open.
+            connection.close()
             raise StoreError(fault)
         connection.execute(
             f"pragma synchronous = full; pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}"
@@ -336,7 +341,8 @@ class Record:
         with self.turn, self.faults("written"), self.connection() as connection:
             connection.execute("begin immediate")
             try:
-                if fault := self.replaced():  # a write to removed files would be lost
+                # A write to removed files would be lost without an error.
+                if fault := self.replaced():
                     raise StoreError(fault)
                 yield connection
             finally:
@@ -366,7 +372,8 @@ class Record:
         """
         try:
             yield
-        except FileNotFoundError:  # compaction has removed the file: callers try again
+        except FileNotFoundError:
+            # Compaction has removed the file: callers try again.
             raise
         except (apsw.Error, OSError) as fault:
             kind = StoreError
@@ -390,7 +397,8 @@ class Record:
             with suppress(FileNotFoundError):
                 sync(self._log)
             sync(self.folder)
-            with suppress(PermissionError):  # another user created the index, and synced its parent
+            # Another user created the index, and synced its parent.
+            with suppress(PermissionError):
                 sync(self.folder.absolute().parent)
 
     def checkpoint(self) -> None:
@@ -429,6 +437,8 @@ def _acknowledged_seq(folder: Path) -> int:
 
 def _wal_pages(path: Path) -> set[int]:
     """Return the numbers of the pages in a write-ahead log, in SQLite's file format."""
+    # No plainer test sees the same cuts: SQLite reads zeros past the file's end, and its page count
+    # includes pages that are only in the log.
     try:
         content = read_plain(path)
     except OSError:
@@ -438,7 +448,8 @@ def _wal_pages(path: Path) -> set[int]:
     frame = _FRAME_HEADER + struct.unpack(">I", content[8:12])[0]
     count = (len(content) - _WAL_HEADER) // frame
     frames = np.frombuffer(content, np.uint8, count * frame, _WAL_HEADER).reshape(count, frame)
-    heads = np.ascontiguousarray(frames[:, :16]).view(">u4")  # page, pages after commit, two salts
+    # The columns are page, pages after commit and two salts.
+    heads = np.ascontiguousarray(frames[:, :16]).view(">u4")
     # Frames with other salts than the header's are left over from an earlier log.
     current = (heads[:, 2:] == np.frombuffer(content, ">u4", 2, 16)).all(axis=1)
     return set(heads[current, 0].tolist())
@@ -599,7 +610,8 @@ def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[s
     numbers = range(first, first + len(items))
     rows = []
     for n, item, text in zip(numbers, items, texts, strict=True):
-        path = None if item.path is None else os.fsencode(item.path)  # need not be Unicode
+        # A path need not be Unicode, so it is stored as bytes.
+        path = None if item.path is None else os.fsencode(item.path)
         size = (item.bytes, item.width, item.height)
         rows.append((n, item.id, item.label, text, path, item.stamp, item.keep, *size))
     connection.executemany("insert into items values (?,?,?,?,?,?,?,?,?,?)", rows)

@@ -34,13 +34,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from retrieval.base.arrays import Bools, Floats32, Floats64, Ints
 from retrieval.base.mapping import FileMap
 from retrieval.base.runtime import load_faiss
-from retrieval.errors import StoreError
+from retrieval.errors import DataError, StoreError
+
+if TYPE_CHECKING:
+    from retrieval.store.items import Generation
 
 NearestRows = tuple[Floats64, Ints]
 
@@ -116,20 +120,31 @@ def nearest(
     else:
         columns = slice(*span)
     parts = np.ascontiguousarray(queries[:, columns], np.float32)
-    rows = np.asarray(vectors)  # slicing an array is faster than a memmap
+    # Slicing an array is faster than a memmap.
+    rows = np.asarray(vectors)
     task = _Task(rows, columns, k, keep, threads)
     alone = companion is None and len(parts) <= _FEW
     if alone:
         step = 1
     else:
         step = max(1, min(_QUERIES, _ANSWERS // k))
-    if 0 < len(parts) <= step and len(rows):
-        return _search(task, parts, companion)
     squared, numbers = _no_rows(len(parts), k)
     for start in range(0, len(parts) if len(vectors) else 0, step):
         group = slice(start, start + step)
         squared[group], numbers[group] = _search(task, parts[group], companion)
     return squared, numbers
+
+
+def check_queries(queries: Floats32, generation: Generation) -> None:
+    """Raise a `DataError` unless queries (Q, P) are finite and P is the generation's width."""
+    width = generation.widths["vector"]
+    if queries.ndim != 2 or queries.shape[1] != width:
+        raise DataError(
+            f"The queries have the shape {queries.shape}; this index needs one row of {width}"
+            " numbers per query."
+        )
+    if not np.isfinite(queries).all():
+        raise DataError("A query vector holds NaN, infinity or a number beyond float32.")
 
 
 @dataclass(frozen=True)
@@ -182,7 +197,8 @@ class Companion:
             rows = slice(start, start + step)
             block, errors = companion.project(vectors[rows])
             error = max(error, float(errors.max()))
-            if not error < 2.0**30:  # squares of coordinates may overflow float32
+            # Squares of coordinates may overflow float32.
+            if not error < 2.0**30:
                 return None
             companion.table[:, rows] = block
         return replace(companion, error=error)
@@ -206,7 +222,8 @@ class Companion:
         relative = 2.0**-23 + math.sqrt((len(self.mean) + 8) * 2.0**-50)
         errors = relative * np.sqrt(whole) + 2.0**-120
         table = np.column_stack([along, rest]).reshape(len(vectors), -1, self.PART)
-        with np.errstate(over="ignore"):  # a huge query has no bound and is searched in full
+        # A huge query has no bound and is searched in full.
+        with np.errstate(over="ignore"):
             return table.swapaxes(0, 1).astype(np.float32, order="C"), errors
 
     def save(self, path: Path) -> None:
@@ -258,6 +275,7 @@ def _search(task: _Task, queries: Floats32, companion: Companion | None) -> Near
         return answer
     if companion is not None and (answer := _by_companion(task, queries, companion)):
         return answer
+    # One by one, 256 queries among 60,000 vectors of 128 numbers are 8.7 times as dear.
     if many and (answer := _Scan(task, queries, products=True).run()):
         return answer
     squared, rows = _no_rows(len(queries), task.k)
@@ -286,6 +304,8 @@ def _blocks(
     """
     chosen: Ints | None = None
     if keep is not None:
+        # If a mask keeps a fifth of 60,000 rows, comparing all rows with 256 queries is 3.7 times
+        # as dear, and 27 times if it keeps a hundredth.
         kept_count = int(np.count_nonzero(keep[start:stop]))
         if kept_count <= min(_SPARSE, count**0.5 * _SPARSE_ONE) * (stop - start):
             chosen = np.flatnonzero(keep[start:stop]) + start
@@ -306,7 +326,9 @@ def _by_companion(task: _Task, queries: Floats32, companion: Companion) -> Neare
     All queries are compared with one block of the table before the next block, so that the block
     and the sums of one query stay in a core's cache.
     """
-    exact, (count, k) = queries.astype(np.float64), (len(queries), task.k)
+    exact = queries.astype(np.float64)
+    count = len(queries)
+    k = task.k
     projected, errors = companion.project(queries)
     best = _no_rows(count, k)
     reach = [math.inf] * count  # squared distances within which k rows lie
@@ -317,7 +339,8 @@ def _by_companion(task: _Task, queries: Floats32, companion: Companion) -> Neare
         for rows, kept_rows in _blocks(
             task.keep, count, 0, len(task.vectors), _TABLE_ROWS, _TABLE_ROWS
         ):
-            table = companion.table  # `take` gives each part contiguous rows; indexing does not
+            # `take` gives each part contiguous rows; indexing does not.
+            table = companion.table
             if isinstance(rows, slice):
                 block = table[:, rows]
             else:
@@ -361,7 +384,8 @@ def _by_companion(task: _Task, queries: Floats32, companion: Companion) -> Neare
 
 def _sums(query: Floats32, block: Floats32) -> Floats32:
     """Return Σ (q − x)² (N,) in float32 of a query (B, W) and the N rows of a block (B, N, W)."""
-    faiss, (size, width) = load_faiss(), block.shape[1:]
+    faiss = load_faiss()
+    size, width = block.shape[1:]
     sums: Floats32 = np.empty((len(block), size), np.float32)
     for out, *pair in zip(sums, query, block, strict=True):
         faiss.fvec_L2sqr_ny(*map(faiss.swig_ptr, (out, *pair)), width, size)
@@ -400,7 +424,8 @@ def _first_reach(
     table = sums[: members * groups].reshape(members, groups)
     least = table.min(axis=0)
     group = least.argpartition(candidates - 1)[:candidates]
-    if least[group].max() == np.inf:  # masked rows
+    # An infinite sum belongs to a masked row.
+    if least[group].max() == np.inf:
         return math.inf
     row = table.take(group, axis=1).argmin(axis=0) * groups + group
     if isinstance(rows, slice):
@@ -426,7 +451,8 @@ def _limit(squared: float, width: int, slack: float = 0.0) -> float:
     size = radius * radius
     if not size < _LARGEST:
         return math.inf
-    return (size * (1 + _gamma(width)) + width * _TINY) * (1 + 2.0**-22)  # room for rounding
+    # The last factor leaves room for the rounding of this very product.
+    return (size * (1 + _gamma(width)) + width * _TINY) * (1 + 2.0**-22)
 
 
 class _Scan:
@@ -489,7 +515,8 @@ class _Scan:
             query, column = np.nonzero(~(least > limits[:, None]))
             compared += len(block) * count
             step = max(1, _PAIRS // values.shape[1])
-            for first in range(0, len(query), step):  # bounds memory if many rows are equal
+            # Bounds memory if many rows are equal.
+            for first in range(0, len(query), step):
                 queries = query[first : first + step]
                 group = column[first : first + step]
                 inside = values[queries, :, group]
@@ -517,13 +544,15 @@ class _Scan:
 
     def _first_reach(self, rows: slice | Ints, values: Floats32, least: Floats32) -> Floats64:
         """Return squared distances (Q,) within which k rows of a block lie, or infinity."""
-        k, (count, groups) = self.task.k, least.shape
+        k = self.task.k
+        count, groups = least.shape
         if groups < k:
             return np.full(count, np.inf)
         group = least.argpartition(k - 1, axis=1)[:, :k].ravel()
         query = np.repeat(np.arange(count), k)
         row = values[query, :, group].argmin(axis=1) * groups + group
-        outside = ~np.isfinite(least[query, group])  # masked rows and padding
+        # Masked rows and padding have infinite values.
+        outside = ~np.isfinite(least[query, group])
         row[outside] = 0
         squared = self._measured(query, row + rows.start if isinstance(rows, slice) else rows[row])
         squared[outside] = np.inf
@@ -540,7 +569,8 @@ class _Scan:
         Row i of the block is in column i modulo C. A column has G rows. If its minimum exceeds the
         limit, all of them are ruled out.
         """
-        faiss, (size, width) = load_faiss(), block.shape
+        faiss = load_faiss()
+        size, width = block.shape
         members = max(1, min(_GROUP, size // (4 * self.task.k)))
         groups = -(-size // members)
         count = len(self.queries)
@@ -600,11 +630,6 @@ def _no_rows(count: int, k: int) -> NearestRows:
 def _entered(best: NearestRows, query: Ints, row: Ints, squared: Floats64) -> NearestRows:
     """Merge pairs of query and row (n,) into `best` (Q, k); equal distances are ordered by row."""
     count, k = best[0].shape
-    if count == 1:
-        squared = np.concatenate([best[0][0], squared])
-        row = np.concatenate([best[1][0], row])
-        order = np.lexsort((row, squared))[:k]
-        return squared[order][None], row[order][None]
     query = np.concatenate([np.repeat(np.arange(count), k), query])
     row = np.concatenate([best[1].ravel(), row])
     squared = np.concatenate([best[0].ravel(), squared])
@@ -626,7 +651,9 @@ def _nearest_of_one(
         The result, or `None` if rows that FAISS has not returned may be as near, or if copying the
         rows to search is faster.
     """
-    faiss, (count, width) = load_faiss(), vectors.shape
+    # Without this way, one filtered query among 60,000 vectors is 1.6 to 2.3 times as dear.
+    faiss = load_faiss()
+    count, width = vectors.shape
     proposed = k + _MARGIN + k // 16
     searched = count
     selector = None

@@ -192,7 +192,8 @@ def build_structure(
         return Structure(name, {}, len(vectors), tuple(files))
     threads = load_faiss().omp_get_max_threads()
     if threading.current_thread() is not threading.main_thread():
-        threads = max(1, threads - 1)  # a core is left to searches
+        # One core is left to searches, which go on during the build.
+        threads = max(1, threads - 1)
     with faiss_threads(threads):
         for number, (start, stop) in enumerate(spans):
             backend = make_backend(name, options, plugins)
@@ -207,7 +208,8 @@ def build_structure(
 def _saved(path: Path, save: Callable[[Path], object]) -> tuple[str, str]:
     """Write a complete file or none; return its name and SHA-256."""
     with whole_file(path) as temporary:
-        temporary.unlink()  # `save` creates the file
+        # `save` creates the file.
+        temporary.unlink()
         save(temporary)
     return path.name, _sha256_of(path)
 

@@ -97,7 +97,8 @@ def remove_leftovers(record: Record) -> None:
             finally:
                 os.close(handle)
         for path in (record.folder / BUNDLES).iterdir():
-            if not path.is_dir():  # lock file of a process that was killed while copying
+            # This is the lock file of a process that was killed while it copied a bundle.
+            if not path.is_dir():
                 path.unlink(missing_ok=True)
             elif path.name not in bundles:
                 shutil.rmtree(path, ignore_errors=True)
@@ -154,7 +155,8 @@ class Claim:
         return self
 
     def __exit__(self, *error: object) -> None:
-        fcntl.flock(self._handle, fcntl.LOCK_UN)  # also in a child that was forked meanwhile
+        # Unlocking also releases the lock in a child that was forked meanwhile.
+        fcntl.flock(self._handle, fcntl.LOCK_UN)
         os.close(self._handle)
         with suppress(RetrievalError, OSError):
             remove_leftovers(self.record)
@@ -204,7 +206,8 @@ class Upkeep:
         while True:
             self._due.wait()
             self._due.clear()
-            rest = _REST  # many small writes in a row share one check
+            # Many small writes in a row share one check.
+            rest = _REST
             try:
                 while not self._stop.is_set() and self.step():
                     pass
@@ -281,7 +284,8 @@ class Upkeep:
         if text is None or choice is None:
             return (text is None) != (choice is None)
         structure = Structure.parse(text)
-        loaded = self.views.loaded.get(text, structure)  # None if it could not be loaded
+        # The entry is None if the structure could not be loaded.
+        loaded = self.views.loaded.get(text, structure)
         if loaded is None or (structure.backend, structure.options) != choice:
             return True
         if exactly:
@@ -346,7 +350,8 @@ class Upkeep:
             with self.record.faults("written"):
                 for name, width in generation.widths.items():
                     source = ArrayFile(file_of(folder, old.stem, name), width)
-                    source.verify(old.rows, sums[name])  # new checksums would hide old damage
+                    # New checksums would hide old damage.
+                    source.verify(old.rows, sums[name])
                     if name == VECTOR:
                         report = claim
                     else:
@@ -366,7 +371,8 @@ class Upkeep:
         with self.record.writing() as (connection, _), self.record.faults("written"):
             current = value(connection, "select stem from generations where g = ?", (g,))
             if current != old.stem:
-                return 0  # the generation was dropped
+                # The generation was dropped meanwhile.
+                return 0
             connection.execute("update generations set structure = ? where g = ?", (text, g))
             if new_sums:
                 self._swap(connection, stem, old, copied_rows, new_sums)

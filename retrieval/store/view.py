@@ -29,7 +29,7 @@ from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.contract import StoreUnavailable
 from retrieval.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.store.record import Record, ask, seq_of, served_generation, value
-from retrieval.store.search import nearest
+from retrieval.store.search import nearest, squared_distances
 from retrieval.store.structure import ARRAYS, Loaded, Structure, load_structure
 
 BlockChecksums = dict[int, int]
@@ -92,7 +92,8 @@ def append(
     try:
         size = os.fstat(handle).st_size
         if not size and os.geteuid() == 0:
-            owner = path.parent.stat()  # the owner of the index must be able to write root's files
+            # The owner of the index must be able to write root's files.
+            owner = path.parent.stat()
             os.fchown(handle, owner.st_uid, owner.st_gid)
         for chunk in chunks:
             data = np.ascontiguousarray(chunk, "<f4").data.cast("B")
@@ -124,7 +125,8 @@ def restore_rows(connection: apsw.Connection, folder: Path, *, sync: bool = Fals
 
     With `sync`, rewrite all rows that have a copy, and sync their files.
     """
-    contents: dict[str, tuple[int, bytearray]] = {}  # the pieces of a file are contiguous
+    # The pieces of a file are contiguous.
+    contents: dict[str, tuple[int, bytearray]] = {}
     for name, start, content in ask(
         connection, "select file, start, content from unsynced order by n"
     ):
@@ -137,13 +139,15 @@ def restore_rows(connection: apsw.Connection, folder: Path, *, sync: bool = Fals
             with open_plain(path) as file:
                 if not sync and os.pread(file.fileno(), len(content), start) == content:
                     continue
-            with path.open("r+b") as file:  # keeps rows that others append
+            # This mode keeps rows that others append meanwhile.
+            with path.open("r+b") as file:
                 file.seek(start)
                 file.write(content)
                 file.flush()
                 if sync:
                     sync_data(file.fileno())
-        except FileNotFoundError:  # compaction has replaced the file
+        except FileNotFoundError:
+            # Compaction has replaced the file.
             continue
 
 
@@ -209,7 +213,8 @@ def put_runs(connection: apsw.Connection, g: int, first_row: int, numbers: Ints)
     ]
     sql = "select row, n + count, count from runs where g = ? order by row desc limit 1"
     for row, following, count in ask(connection, sql, (g,)):
-        if following == runs[0][2]:  # the first new run continues the last one recorded
+        # The first new run continues the last one recorded.
+        if following == runs[0][2]:
             total = count + runs.pop(0)[3]
             connection.execute("update runs set count = ? where g = ? and row = ?", (total, g, row))
     connection.executemany("insert into runs values (?,?,?,?)", runs)
@@ -240,7 +245,8 @@ class ArrayFile:
                     if capacity < count:
                         raise damage_error(self.path, "was cut short")
                     self._map = FileMap(file)
-            except FileNotFoundError:  # compaction has removed the file: callers try again
+            except FileNotFoundError:
+                # Compaction has removed the file: callers try again.
                 raise
             except OSError as fault:
                 if out_of_files(fault):
@@ -301,10 +307,7 @@ class NumberRuns:
         """Return the item numbers of rows, an array of any shape."""
         if not rows.size:
             return rows
-        if len(self.rows) > 1:
-            run = self.rows.searchsorted(rows, "right") - 1
-        else:
-            run = 0
+        run = self.rows.searchsorted(rows, "right") - 1
         numbers: Ints = rows + (self.numbers[run] - self.rows[run])
         return numbers
 
@@ -366,7 +369,8 @@ class GenerationRows:
         dead = old.dead
         if rows > old.rows:
             sql = "select row, n, count from runs where g = ? and row >= ? order by row"
-            complete = runs.table[:-1]  # the last run may have grown and is read again
+            # The last run may have grown and is read again.
+            complete = runs.table[:-1]
             if len(runs.rows):
                 first = int(runs.rows[-1])
             else:
@@ -432,7 +436,8 @@ class View(GenerationRows):
         if len(answers) == 1:
             return answers[0]
         rows = np.sort(np.hstack([rows for _, rows in answers]), axis=1)
-        rows[:, 1:][rows[:, 1:] == rows[:, :-1]] = -1  # near in more than one sub-space
+        # A row may be near in more than one sub-space.
+        rows[:, 1:][rows[:, 1:] == rows[:, :-1]] = -1
         return None, rows
 
     def _nearest(
@@ -515,19 +520,19 @@ def _measured(
     `bundle.distances.merged_distances`.
     """
     columns = slice(*span)
-    # Mode "clip" accepts the padding -1, which is masked below.
-    candidates = vectors.take(rows, axis=0, mode="clip")[..., columns]
-    difference = candidates - queries[:, None, columns].astype(np.float64)
-    squared = np.einsum("qij,qij->qi", difference, difference)
-    if rows.size and rows.min() < 0:
-        squared[rows < 0] = np.inf
+    exact = queries[:, columns].astype(np.float64)
+    query = np.arange(len(rows)).repeat(rows.shape[1])
+    # The padding -1 stands for the last row here, and is masked below.
+    squared = squared_distances(exact, vectors, query, rows.ravel(), columns).reshape(rows.shape)
+    squared[rows < 0] = np.inf
     return _nearest_first(squared, rows, count)
 
 
 def _nearest_first(squared: Floats64, rows: Ints, count: int) -> tuple[Floats64, Ints]:
     """Return the `count` smallest distances per query, ascending, and their rows."""
     order = squared.argsort(axis=1, kind="stable")[:, :count]
-    if len(rows) > 1:  # `take` counts positions in the flattened array
+    # `take` counts positions in the flattened array.
+    if len(rows) > 1:
         order += rows.shape[1] * np.arange(len(rows))[:, None]
     return squared.take(order), rows.take(order)
 
@@ -564,11 +569,13 @@ class Views:
         """Context manager that yields a read transaction and the view of its state."""
         missing = ""
         for _ in range(_TRIES):
-            version = self.record.version()  # read first: never newer than the state
+            # Read the version first: it must never be newer than the state.
+            version = self.record.version()
             with self.record.reading() as connection:
                 try:
                     view = self._current(connection)
-                except FileNotFoundError as fault:  # another process has just compacted
+                except FileNotFoundError as fault:
+                    # Another process has just compacted: its new files have other names.
                     missing = fault.filename
                     continue
                 if view is None:
@@ -592,7 +599,8 @@ class Views:
                     return view
                 return None
             self.view = self._of(connection, served_generation(connection), wait=view is None)
-            if len(self.loaded) > 3:  # others than the current one are seldom needed again
+            # Others than the current one are seldom needed again.
+            if len(self.loaded) > 3:
                 structure_text = self.view.structure_text
                 self.loaded = {
                     text: loaded for text, loaded in self.loaded.items() if text == structure_text
@@ -612,7 +620,8 @@ class Views:
         rows = GenerationRows.of(connection, generation, old)
         if old is not None and old.stem == rows.stem:
             arrays = old.arrays
-            for array in arrays.values():  # map now: the caller handles a missing file
+            # Map the files now, because only this caller handles a missing file.
+            for array in arrays.values():
                 array.rows(rows.rows)
         else:
             arrays = {}
@@ -620,7 +629,8 @@ class Views:
                 path = file_of(self.record.folder, rows.stem, name)
                 array = arrays[name] = ArrayFile(path, width)
                 array.rows(rows.rows)
-                if name != FEATURES:  # features are verified when they are read
+                # Features are verified when they are read.
+                if name != FEATURES:
                     array.verify(rows.rows, sums_of(connection, generation.number, name))
         view = View(**vars(rows), arrays=arrays)
         return replace(view, structure=self._structure(view, wait))

@@ -39,7 +39,8 @@ def parse_filter(text: str) -> Filter:
     Raises:
         DataError: the text is not a filter or is too large; the message points at the mistake.
     """
-    from retrieval.store.filters.text import parse  # loads lark on first use
+    # The import loads lark, which most processes never need.
+    from retrieval.store.filters.text import parse
 
     return parse(text)
 

@@ -29,7 +29,8 @@ from retrieval.store.filters.tree import (
     type_of,
 )
 
-_MAX_DEPTH = 64  # the limit of `serving.files.strict_json`
+# `base.strict_json` reads at most as many levels.
+_MAX_DEPTH = 64
 COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
     "<": operator.lt,

@@ -148,7 +148,8 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
         assert isinstance(fault, UnexpectedToken)
         tokens = set(fault.accepts or fault.expected)
         actual = str(fault.token)
-        if fault.token.type == "$END":  # lark reports the position of the last token
+        # lark reports the position of the last token.
+        if fault.token.type == "$END":
             position = len(text.rstrip())
     if {"NOT", "NAME"} <= tokens:
         expected = _CONDITION

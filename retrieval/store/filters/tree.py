@@ -365,7 +365,8 @@ def _shown(value: object) -> str:
 def filter_to_text(filter: Filter) -> str:
     """Return a filter as text; `parse_filter` parses it again if it has up to 10,000 characters."""
     if not isinstance(filter, Condition):
-        weaker = Or if isinstance(filter, Or) else And | Or  # parts of these kinds need brackets
+        # Parts of these kinds bind more weakly, so they need brackets.
+        weaker = Or if isinstance(filter, Or) else And | Or
         texts = [
             f"({filter_to_text(part)})" if isinstance(part, weaker) else filter_to_text(part)
             for part in filter.parts
