@@ -22,8 +22,7 @@ from retrieval.host.importing import is_file_plugin, require_allowed
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.python_parts import WORDS, named_object, object_name, objects_in
 from retrieval.host.values import Place, check_values, shown
-from retrieval.recipe.section import Section
-from retrieval.recipe.tables import Tables, host_keys
+from retrieval.recipe.tables import Section, Tables, host_keys
 
 if TYPE_CHECKING:
     from retrieval.base.places import StrPath
@@ -192,6 +191,7 @@ def check_recipe(
     `objects` are as in `read_recipe`. `plugins` are the loaded plugins; by default, the installed
     plugins and those that the recipe names are loaded.
     """
+    # imports torch, which reading a recipe without checking it does without
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
     objects = objects or {}

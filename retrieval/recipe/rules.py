@@ -1,27 +1,35 @@
-"""Checks of the names in a recipe, and of tables that cannot be used together."""
+"""Checks of names, of the options of `torch.optim`, and of tables that exclude each other."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from retrieval.errors import RetrievalError
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer as TorchOptimizer, lr_scheduler
+
+from retrieval.errors import RetrievalError, did_you_mean
 from retrieval.host.factory import Factory
 from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import DICTIONARY, OBJECT
+from retrieval.recipe.tables import Optimizer, Phase, Schedule, Tables
 
-if TYPE_CHECKING:
-    from retrieval.recipe.tables import Optimizer, Phase, Tables
+SHAPES = ("constant", "linear", "cosine")
+"""The built-in schedules."""
+
+_UNUSABLE = ("LBFGS", "LambdaLR", "MultiplicativeLR", "ChainedScheduler", "SequentialLR")
+"""Classes that no recipe can use: they need a closure, functions or other schedules."""
 
 
 def check_names(recipe: Tables) -> list[str]:
     """Return problems with the names of optimisers, schedule, transforms and metrics."""
-    from retrieval.recipe.optimizers import check_optimizer, check_schedule
-
-    problems = check_optimizer(recipe.optimizer, "[optimizer]")
-    problems += check_schedule(recipe.schedule, "[schedule]")
+    problems = _check_optimizer(recipe.optimizer, "[optimizer]")
+    problems += _check_schedule(recipe.schedule, "[schedule]")
     if recipe.generator_optimizer:
-        problems += check_optimizer(recipe.generator_optimizer, "[generator_optimizer]")
+        problems += _check_optimizer(recipe.generator_optimizer, "[generator_optimizer]")
     for number, named in enumerate(recipe.evaluate.metrics):
         problems += _check_metric(recipe.loaded, named, "[evaluate] metrics", f".{number}")
     problems += _check_metric(recipe.loaded, recipe.train.monitor, "[train] monitor")
@@ -49,10 +57,94 @@ def _check_metric(
     return []
 
 
+def _classes(kind: str) -> dict[str, Any]:
+    """Return torch's optimisers or schedules that a recipe can name."""
+    module: Any = lr_scheduler
+    base: type = lr_scheduler.LRScheduler
+    if kind == "optimizer":
+        module = torch.optim
+        base = TorchOptimizer
+    return {
+        name: cls
+        for name, cls in inspect.getmembers(module, inspect.isclass)
+        if issubclass(cls, base) and cls is not base and name[0] != "_" and name not in _UNUSABLE
+    }
+
+
+def _takes(kind: str, name: str, key: str) -> bool:
+    """Return whether torch's optimiser or schedule class `name` takes the argument `key`."""
+    cls = _classes(kind).get(name)
+    return cls is not None and key in inspect.signature(cls).parameters
+
+
+def _option_problems(
+    make: partial[Any], options: dict[str, Any], reserved: set[str], where: str
+) -> list[str]:
+    """Return every problem of options for `make`, which creates an object of a torch class.
+
+    `reserved` are the arguments that no recipe sets.
+    """
+    name = make.func.__name__
+    parameters = inspect.signature(make.func).parameters
+    known = [name for name in parameters if name not in reserved]
+    problems = [
+        f"{where} options.{key}: {name} takes no such argument (it takes:"
+        f" {', '.join(known)}).{did_you_mean(key, known)}"
+        for key in options
+        if key not in known
+    ]
+    problems += [
+        f"{where} options.{key}: is required; {name} has no default for it."
+        for key in known
+        if key not in options and parameters[key].default is inspect.Parameter.empty
+    ]
+    if not problems:
+        try:
+            make(**options)
+        except (ValueError, TypeError, RuntimeError) as error:
+            problems.append(f"{where} options: {name} refuses them: {error}.")
+    return problems
+
+
+def _check_optimizer(section: Optimizer, where: str) -> list[str]:
+    """Return every problem of an `[optimizer]` table."""
+    known = _classes("optimizer")
+    if section.name not in known:
+        return [
+            f"{where} name: torch.optim has no '{section.name}' (known:"
+            f" {', '.join(sorted(known))}).{did_you_mean(section.name, known)}"
+        ]
+    make = partial(known[section.name], [Parameter(torch.zeros(1))], lr=section.lr)
+    return _option_problems(make, section.options, {"params", "lr"}, where)
+
+
+def _check_schedule(section: Schedule, where: str) -> list[str]:
+    """Return every problem of a `[schedule]` table."""
+    if section.name in SHAPES:
+        return [
+            f"{where} options.{key}: '{section.name}' takes no options." for key in section.options
+        ]
+    known = _classes("schedule")
+    if section.name not in known:
+        names = [*SHAPES, *sorted(known)]
+        return [
+            f"{where} name: there is no schedule '{section.name}' (known:"
+            f" {', '.join(names)}).{did_you_mean(section.name, names)}"
+        ]
+    reserved = {"optimizer", "last_epoch"}
+    if section.name == "ReduceLROnPlateau":
+        reserved.add("mode")
+    make = partial(known[section.name], torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1))
+    problems = _option_problems(make, section.options, reserved, where)
+    if section.warmup:
+        problems.append(
+            f"{where} warmup: goes with constant, linear and cosine, not with {section.name}."
+        )
+    return problems
+
+
 def option_hint(recipe: Tables, table: Mapping[str, Any], place: Sequence[Any]) -> str:
     """Return advice for an unknown key, such as `accumulate` or an optimiser's argument."""
-    from retrieval.recipe.optimizers import takes
-
     if place == ("train", "accumulate"):
         return (
             " Adding up the gradients of several batches does not equal a large batch: a loss of"
@@ -68,7 +160,7 @@ def option_hint(recipe: Tables, table: Mapping[str, Any], place: Sequence[Any]) 
     fields = type(getattr(recipe, kind)).model_fields
     name = str(table[place[0]].get("name", fields["name"].default))
     key = str(place[1])
-    if key in fields or not takes(kind, name, key):
+    if key in fields or not _takes(kind, name, key):
         return ""
     return f" It is an argument of {name}: write options.{key}."
 
@@ -153,8 +245,6 @@ def _once(recipe: Tables, present: Collection[str]) -> Iterator[str]:
 
 def _training(recipe: Tables, present: Collection[str]) -> Iterator[str]:
     """Yield conflicts of data, augmentation, averages, optimisers and validation."""
-    from retrieval.recipe.optimizers import takes
-
     train = recipe.train
     augmentation = recipe.augmentation
     sampler = recipe.sampler
@@ -196,7 +286,7 @@ def _training(recipe: Tables, present: Collection[str]) -> Iterator[str]:
         optimizer: Optimizer | None = getattr(recipe, name)
         if optimizer is None or not optimizer.weight_decay:
             continue
-        if not takes("optimizer", optimizer.name, "weight_decay"):
+        if not _takes("optimizer", optimizer.name, "weight_decay"):
             yield f"[{name}] weight_decay: {optimizer.name} takes none."
     for key, is_set in (
         ("[train] patience", train.patience),

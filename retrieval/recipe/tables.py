@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
+    BaseModel,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -17,10 +19,53 @@ from pydantic import (
     model_validator,
 )
 
+from retrieval.errors import did_you_mean
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.plugins import Plugins, load_plugins
-from retrieval.recipe.evaluate_table import Evaluate
-from retrieval.recipe.section import Fraction, Section, Selector, Trainable, selector
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
+
+
+def selector(text: str) -> str:
+    """Return `text` if it is a valid selector. Training checks that a parameter matches."""
+    if text in (*get_args(Trainable), "vectors") or re.fullmatch(r"stages:[1-9]\d{0,2}", text):
+        return text
+    if ":" in text or not any(sign in text for sign in ".*?["):
+        parts = get_args(Trainable)
+        raise ValueError(
+            f"{text!r} selects no parameters.{did_you_mean(text, [*parts, 'vectors'])} Write a"
+            f' part ({", ".join(parts)}), "stages:N", "vectors", or a pattern of parameter names,'
+            ' such as "backbone.*.bias"'
+        )
+    return text
+
+
+Selector = Annotated[str, AfterValidator(selector)]
+"""Text that selects parameters of the model and the loss.
+
+The text is the name of a part; `stages:N` for the backbone's first N stages; `vectors` for
+parameters of one dimension (biases and the scales of norms); or a shell pattern of full parameter
+names, such as `backbone.*.bias`.
+"""
+
+
+class Section(BaseModel):
+    """Base class of a recipe's tables; the text below a field is its description."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split())
 
 
 class Range(Section):
@@ -368,6 +413,54 @@ class Train(Section):
     """With a generator: `separate` trains the generator by its own objective, and all other
     parts by the loss. `joint` trains all parts by the sum of the two.
     """
+
+
+class Evaluate(Section):
+    """`[evaluate]`: the metrics of validation and test."""
+
+    metrics: list[str | dict[str, Any]] = Field(
+        ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]
+    )
+    """Names of metrics. A plugin's metric has the name `PLUGIN.NAME`. A table sets parameters:
+    `{ name = "core.recall_at", k = 5 }`.
+    """
+    clusters: bool = False
+    """Adds NMI and F1 of k-means clusters, where k is the number of classes."""
+    exclude: str | None = None
+    """A column of metadata, such as `camera`. A query skips gallery items that share its value,
+    as in cross-camera, cross-vendor or cross-session search.
+    """
+    exclude_label: Literal["any", "same"] = "any"
+    """Which gallery items `exclude` skips. `any`: all that share the query's value. `same`:
+    only those that also share the query's label, so that the others stay as distractors (the
+    protocols of Market-1501 and VeRi-776).
+    """
+    levels: list[str] = Field([])
+    """Columns of metadata with coarser classes than the label, from fine to coarse, such as
+    `genus`, `family`. `ndcg_at_K` then grades an item by the finest class that it shares with the
+    query: the label, or else the first such column.
+    """
+    tags: str | None = None
+    """A column of metadata with several labels per item, separated by `;`. Items match if they
+    share a label; `ndcg_at_K` grades by the number of shared labels. Training still uses each
+    item's single label.
+    """
+    by: str | None = None
+    """A column of metadata, such as `vendor`, for separate metrics of each value."""
+    gallery_items: PositiveInt | None = None
+    """Number of random test items of each class that form the gallery; the others are queries.
+    Metrics are means over `repetitions` draws. 1 is the protocol of VehicleID. By default the
+    roles in the data (query or gallery) decide.
+    """
+    repetitions: PositiveInt = 10
+    """Number of random galleries that `gallery_items` draws."""
+    open_set: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field([])
+    """False acceptance rates. Each rate f adds DIR@FAR: the share of known queries that are
+    identified, at a threshold that accepts at most the share f of the unknown queries. A query is
+    unknown if its class is not in the gallery.
+    """
+    batch_size: PositiveInt = 256
+    """Number of images encoded at a time."""
 
 
 class _Loaded:

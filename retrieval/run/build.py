@@ -23,8 +23,8 @@ from retrieval.model.products import (
     check_head,
     check_kind,
 )
-from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import Recipe
+from retrieval.recipe.tables import Evaluate
 from retrieval.run.checkpoint import python_random_kept
 
 

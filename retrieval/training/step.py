@@ -7,13 +7,20 @@ objective. With `coupling = "separate"`, an objective changes only its own side'
 gradient of the loss passes through synthetic samples to the backbone without changing the
 generator, and the gradient of the generator's objective passes through the metric without changing
 it.
+
+Large batches in little memory (`[train] chunk`): a loss that compares pairs needs all embeddings of
+a batch at once, but not the activations from which they were computed. Gao et al., "Scaling Deep
+Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP 2021), therefore embed each
+chunk twice: first without a graph, to compute the gradient of the loss with respect to the
+embeddings, then to propagate this gradient to the weights. Here, torch's activation checkpointing
+embeds each chunk again in the backward pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer as TorchOptimizer, lr_scheduler
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from retrieval.data.augment import Labels, MixedLabels
 from retrieval.errors import DataError, RecipeError, RetrievalError
@@ -35,16 +43,13 @@ from retrieval.model.loss import (
 )
 from retrieval.model.model import Model, checked_rows
 from retrieval.model.rows import Rows, compares_with_classes, rows_of_loss, shards_of
-from retrieval.recipe.optimizers import SHAPES
 from retrieval.recipe.read import Recipe
-from retrieval.recipe.section import Trainable
-from retrieval.recipe.tables import Phase, Schedule
+from retrieval.recipe.rules import SHAPES
+from retrieval.recipe.tables import Phase, Schedule, Trainable
 from retrieval.run.build import Objective, loss_sizes
-from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, WholeBatch, divided_loss
-from retrieval.training.groups import Groups
-from retrieval.training.monitor import Monitor
-from retrieval.training.optim import build_optimizers, names_of, parts_of
+from retrieval.training.optim import Groups, build_optimizers, names_of, parts_of
+from retrieval.training.process import Monitor
 from retrieval.training.synthetic import (
     Metrics,
     Synthetic,
@@ -53,6 +58,13 @@ from retrieval.training.synthetic import (
     extend,
     mine,
 )
+
+OWN_STATISTICS = (
+    "[train] chunk: batch norm computes its mean and variance over each chunk of {chunk} rows, so"
+    " the result differs from training on the whole batch. Layer norm, group norm and frozen batch"
+    " norm are not affected."
+)
+"""Warning about a run that trains batch norm in chunks."""
 
 
 @dataclass(frozen=True)
@@ -604,6 +616,50 @@ class Step:
             self.optimizers[name].load_state_dict(values)
         for name, values in state["schedules"].items():
             self.schedules[name].load_state_dict(values)
+
+
+def in_little_memory(
+    forward: Callable[[Tensor], tuple[Tensor, Tensor]], model: nn.Module, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `forward(rows)` without keeping activations; the backward pass recomputes them.
+
+    The second computation uses the random numbers (of dropout) and the buffers (batch norm's
+    running statistics) of the first one. Then it restores the generators and the buffers.
+    """
+    buffers = [
+        buffer
+        for module in model.modules()
+        if module.training
+        for buffer in module.buffers(recurse=False)
+    ]
+    before = [buffer.clone() for buffer in buffers]
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _holding(buffers, before)
+
+    # torch stops a recomputation early by an exception. If it passed through a plugin's part,
+    # `calling` would report it as the part's error.
+    with set_checkpoint_early_stop(False):
+        parts: tuple[Tensor, Tensor] = checkpoint(
+            forward, rows, use_reentrant=False, context_fn=contexts
+        )
+    return parts
+
+
+@contextmanager
+def _holding(buffers: list[Tensor], values: list[Tensor]) -> Iterator[None]:
+    """Context manager that sets buffers to `values` and, at the end, to their own contents."""
+    own = [buffer.clone() for buffer in buffers]
+    _fill(buffers, values)
+    try:
+        yield
+    finally:
+        _fill(buffers, own)
+
+
+def _fill(buffers: list[Tensor], values: list[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)
 
 
 def schedules_of(

@@ -49,12 +49,11 @@ from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.training.check import look_ahead
-from retrieval.training.chunks import OWN_STATISTICS
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
 from retrieval.training.learn import fit_learner, nothing_to_train, write_untrained
-from retrieval.training.monitor import Monitor
 from retrieval.training.optim import Average
 from retrieval.training.process import (
+    Monitor,
     forget_after,
     going_on,
     make_accelerator,
@@ -66,7 +65,7 @@ from retrieval.training.process import (
     validate,
 )
 from retrieval.training.state import restore_checkpoint, save_checkpoint
-from retrieval.training.step import Losses, Step, refuse_not_finite
+from retrieval.training.step import OWN_STATISTICS, Losses, Step, refuse_not_finite
 
 NO_TRIPLETS = (
     "no batch had a triplet, so the generator made no samples. Set [sampler] items to 2 or more,"

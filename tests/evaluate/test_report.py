@@ -12,8 +12,8 @@ import torch
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.plugin import Combiner
-from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import check_recipe
+from retrieval.recipe.tables import Evaluate
 from retrieval.run.open import Run
 from retrieval.training.trainer import train_run
 

@@ -17,7 +17,7 @@ from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
 from retrieval.training.check import run_one_batch
-from retrieval.training.groups import exempt_names, stages
+from retrieval.training.optim import exempt_names, stages
 from retrieval.training.process import make_accelerator
 from retrieval.training.step import Step
 from retrieval.training.trainer import train_run

@@ -19,7 +19,7 @@ from retrieval.errors import DataError, Interrupted
 from retrieval.recipe.read import check_recipe, to_toml
 from retrieval.run.resume import Position
 from retrieval.training.check import run_one_batch
-from retrieval.training.monitor import Monitor
+from retrieval.training.process import Monitor
 from retrieval.training.trainer import Trainer, train_run
 from trained_weights import SMALL, log, same, summary
 
