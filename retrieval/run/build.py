@@ -1,19 +1,25 @@
-"""Build the parts that a checked recipe names."""
+"""Build the parts that a checked recipe names, and load weights into them.
+
+Weights come from the run itself, if it is resumed or reopened, or from another run (`[train]
+start_from`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrieval.data.datasets import Dataset, check_dataset, usable_dataset
 from retrieval.data.loading import as_batch_sampler
-from retrieval.errors import PluginError, RecipeError, did_you_mean
+from retrieval.errors import DataError, PluginError, RecipeError, did_you_mean
 from retrieval.host.factory import calling
 from retrieval.host.python_parts import is_object
-from retrieval.model.contracts import Backbone, BatchSampler, Combiner, Generator
+from retrieval.model.contracts import Backbone, BatchSampler, Combiner, Generator, Learner
 from retrieval.model.model import Model, build_head, evaluation_mode
 from retrieval.model.products import (
     as_backbone,
@@ -22,10 +28,13 @@ from retrieval.model.products import (
     check_generator,
     check_head,
     check_kind,
+    check_learner,
+    model_parts,
 )
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Evaluate
-from retrieval.run.checkpoint import python_random_kept
+from retrieval.run import checkpoint
+from retrieval.run.folder import weights_files
 
 
 def build_dataset(recipe: Recipe) -> Dataset:
@@ -35,7 +44,8 @@ def build_dataset(recipe: Recipe) -> Dataset:
         DataError: files are missing or wrong, or items are unusable (see `usable_dataset`).
         RecipeError: `[evaluate]` names metadata columns that no item has.
     """
-    with python_random_kept():
+    # a dataset's factory may import a library that draws from Python's generator
+    with checkpoint.python_random_kept():
         dataset = check_dataset(recipe.build("data"), recipe.data.name)
     check_columns(recipe.evaluate, dataset)
     return usable_dataset(dataset, f"The dataset {recipe.data.name}")
@@ -49,20 +59,21 @@ def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
     """
     columns = [("levels", name) for name in evaluate.levels]
     for key in ("exclude", "tags", "by"):
-        if (name := getattr(evaluate, key)) is not None:
+        name = getattr(evaluate, key)
+        if name is not None:
             columns.append((key, name))
     if not columns:
         return
-    known = sorted({str(name) for row in dataset.metadata or [] for name in row})
-    if known:
-        listing = f"they have: {', '.join(known)}"
+    existing = sorted({str(name) for row in dataset.metadata or [] for name in row})
+    if existing:
+        listing = f"they have: {', '.join(existing)}"
     else:
         listing = "they have none"
     problems = [
         f"[evaluate] {key}: the data have no metadata column '{name}'"
-        f" ({listing}).{did_you_mean(name, known)}"
+        f" ({listing}).{did_you_mean(name, existing)}"
         for key, name in columns
-        if name not in known
+        if name not in existing
     ]
     if problems:
         raise RecipeError(problems)
@@ -83,6 +94,7 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
     """
     width = None
     if dataset.kind == "features":
+        # arrays (N, F) and one item (F,) both end in the width; reading an item may open a file
         first: Any = dataset.arrays
         if first is None:
             first = dataset[0]
@@ -114,7 +126,8 @@ def drawn_at_random(recipe: Recipe, dataset: Dataset) -> list[str]:
     if recipe.train.start_from is not None and "backbone" in recipe.train.start_parts:
         return []
     builds = []
-    with torch.random.fork_rng(devices=[]), python_random_kept():
+    # a warning must not change the numbers that the training draws after it
+    with torch.random.fork_rng(devices=[]), checkpoint.python_random_kept():
         for seed in (0, 1):
             torch.manual_seed(seed)
             builds.append(build_backbone(recipe, dataset))
@@ -143,6 +156,7 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
         with calling(f"The combiner {name}, called as build_head({backbone.features}),"):
             built = combiner.build_head(backbone.features)
         check_head(built, f"The combiner {name}", backbone.features)
+        # nothing to combine: the distance of the codes is the plain one, which needs no rescorer
         if combiner.plain:
             return Model(backbone, built, None)
         return Model(backbone, built, check_distances(combiner, name, built, backbone.features))
@@ -156,6 +170,7 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
 
 def code_size(model: Model) -> int:
     """Return the number of columns of the model's codes, the output of its head."""
+    # measured, because a combiner's head may give codes of another width than its embeddings
     weight = next(iter(model.head.parameters()), torch.empty(0))
     with evaluation_mode(model.head), torch.no_grad():
         codes = model.head(torch.zeros(2, model.backbone.features, device=weight.device))
@@ -249,6 +264,7 @@ def as_module(part_object: Any, part: str, name: str) -> nn.Module:
 
 def _bind(generator: Generator, model: Model) -> None:
     generator.bind(model.head)
+    # by identity: a head that the generator copies is its own, and allowed
     parts = {id(part) for part in (*model.modules(), *model.parameters())}
     if any(id(part) in parts for part in (*generator.modules(), *generator.parameters())):
         raise PluginError(
@@ -256,3 +272,127 @@ def _bind(generator: Generator, model: Model) -> None:
             " head's weights would be saved and trained twice. Store it in a tuple instead:"
             " self._head = (head,)."
         )
+
+
+def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:
+    """Load a checkpoint's weights into a model.
+
+    Raises:
+        DataError: the weights do not match the model.
+    """
+    try:
+        model.load_state_dict(state["model"])
+    except (KeyError, RuntimeError) as error:
+        detail = (str(error).splitlines() or ["?"])[-1].strip().rstrip(".")
+        raise DataError(
+            f"{path}: the checkpoint does not match the model: {detail}. The recipe or a plugin has"
+            " changed since training."
+        ) from error
+
+
+def take_weights(model: Model, recipe: Recipe) -> None:
+    """Load into a model the weights of the run that `[train] start_from` names, if it is set.
+
+    `[train] start_parts` names the parts to load. A recipe with a learner loads only the backbone.
+
+    Raises:
+        RecipeError: the run does not exist, or some of its weights do not match the model's in name
+            or shape; the message lists the first eight.
+        DataError: the run's checkpoint is damaged.
+    """
+    if recipe.train.start_from is None:
+        return
+    source = Path(recipe.train.start_from)
+    if source.is_file():
+        files = [source]
+    else:
+        files = weights_files(source)
+    if not files:
+        raise RecipeError(
+            f"[train] start_from: {source} is neither a checkpoint nor a run with a checkpoint."
+        )
+    theirs: dict[str, Tensor] = checkpoint.load_checkpoint(files[0])["model"]
+    parts = [
+        part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
+    ]
+    faults = {part: _mismatches(part, model.state_dict(), theirs) for part in parts}
+    if problems := [problem for sentences in faults.values() for problem in sentences]:
+        matching = ", ".join(f'"{part}"' for part in parts if not faults[part])
+        advice = f"Load only the parts that match: [train] start_parts = [{matching}]."
+        raise RecipeError(
+            [
+                *(f"[train] start_from: {problem}" for problem in problems[:8]),
+                advice if matching else "No part matches. Name a run of the same model.",
+            ]
+        )
+    model.load_state_dict(
+        {name: value for name, value in theirs.items() if name.partition(".")[0] in parts},
+        strict=False,
+    )
+
+
+def _mismatches(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    """Return a sentence for each weight of a part that one model lacks, or whose shapes differ."""
+    problems = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        if not name.startswith(f"{part}."):
+            continue
+        shape, their_shape = (tuple(w[name].shape) if name in w else None for w in (ours, theirs))
+        if shape is None:
+            problems.append(f"that run has {name} {their_shape}, but this model does not.")
+        elif their_shape is None:
+            problems.append(f"this model has {name} {shape}, but that run does not.")
+        elif shape != their_shape:
+            problems.append(f"{name} has shape {their_shape} in that run, but {shape} here.")
+    return problems
+
+
+def build_learner(recipe: Recipe, features: int) -> Learner:
+    """Return the recipe's learner, unfitted."""
+    assert recipe.learner is not None
+    learner = recipe.build("learner", features=features)
+    check_learner(learner, recipe.learner.name)
+    return cast(Learner, learner)
+
+
+def fitted_state(learner: Learner) -> dict[str, Any]:
+    """Return a fitted estimator's learned attributes that are arrays, numbers, text or `None`.
+
+    scikit-learn ends the names of learned attributes with an underscore, such as `components_`.
+    """
+    state: dict[str, Any] = {}
+    for name, value in vars(learner).items():
+        if not name.endswith("_") or name.startswith("_"):
+            continue
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+            state[name] = torch.from_numpy(np.array(value))
+        elif isinstance(value, bool | int | float | str) or value is None:
+            state[name] = value
+    return state
+
+
+def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
+    """Return the model of a fitted learner, rebuilt from its checkpoint without fitting again.
+
+    Raises:
+        DataError: the checkpoint is missing, damaged, or belongs to another recipe.
+    """
+    state = checkpoint.load_checkpoint(path, checkpoint.TRAIN_AGAIN)
+    backbone = build_backbone(recipe, dataset)
+    learner = build_learner(recipe, backbone.features)
+    for name, value in state.get("learner", {}).items():
+        setattr(learner, name, value.numpy() if isinstance(value, torch.Tensor) else value)
+    assert recipe.learner is not None
+    name = recipe.learner.name
+    try:
+        head, combiner = model_parts(learner, name, backbone.features)
+    except PluginError as error:
+        raise DataError(
+            f"{path} lacks what the learner {name} needs: {error.__cause__ or error}."
+            f" {checkpoint.TRAIN_AGAIN}"
+        ) from error
+    model = Model(backbone, head, combiner)
+    load_weights(model, state, path)
+    return model.eval()

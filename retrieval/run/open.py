@@ -29,7 +29,15 @@ from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run import checkpoint
 from retrieval.run.adapters import adapt, merge
-from retrieval.run.build import Objective, build_dataset, build_model, build_objective
+from retrieval.run.build import (
+    Objective,
+    build_dataset,
+    build_model,
+    build_objective,
+    load_learned,
+    load_weights,
+    take_weights,
+)
 from retrieval.run.folder import (
     INPUTS,
     absent_objects,
@@ -43,7 +51,6 @@ from retrieval.run.folder import (
     weights_files,
 )
 from retrieval.run.resume import Standing
-from retrieval.run.weights import load_learned, load_weights, take_weights
 
 
 @dataclass(repr=False)

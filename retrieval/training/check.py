@@ -29,9 +29,8 @@ from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Sampler
 from retrieval.run import checkpoint
-from retrieval.run.build import build_sampler, code_size
+from retrieval.run.build import build_learner, build_sampler, code_size
 from retrieval.run.open import Run, build_run
-from retrieval.run.weights import build_learner
 from retrieval.training.learn import (
     NOTHING,
     fit,
@@ -54,9 +53,10 @@ def run_one_batch(recipe: Recipe) -> list[str]:
             the same error about `[search]`.
     """
     if recipe.search:
-        from retrieval.training.comparison import space  # most recipes have no [search]
+        # most recipes have no [search]
+        from retrieval.training.comparison.plan import search_faults
 
-        if wrong := space.faults(recipe):
+        if wrong := search_faults(recipe):
             raise RecipeError(wrong)
     accelerator = make_accelerator(recipe)
     checkpoint.seed_everything(recipe.seed)

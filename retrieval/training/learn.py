@@ -25,9 +25,16 @@ from retrieval.model.model import Model
 from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
-from retrieval.run.build import build_backbone, build_dataset, drawn_at_random
+from retrieval.run.build import (
+    build_backbone,
+    build_dataset,
+    build_learner,
+    drawn_at_random,
+    fitted_state,
+    load_learned,
+    take_weights,
+)
 from retrieval.run.open import Run
-from retrieval.run.weights import build_learner, fitted_state, load_learned, take_weights
 from retrieval.training.optim import parts_of
 from retrieval.training.process import validate
 

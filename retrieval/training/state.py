@@ -16,9 +16,9 @@ from torch import Tensor, distributed
 from retrieval.errors import DataError
 from retrieval.model.rows import Shard, shards_of
 from retrieval.run import checkpoint
+from retrieval.run.build import load_weights
 from retrieval.run.open import Run
 from retrieval.run.resume import Position, Standing
-from retrieval.run.weights import load_weights
 from retrieval.training.optim import Average
 from retrieval.training.step import Step
 

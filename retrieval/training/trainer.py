@@ -36,7 +36,7 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Augmentation, Phase
 from retrieval.run import checkpoint
 from retrieval.run.adapters import merge, without_additions
-from retrieval.run.build import Objective, build_sampler, drawn_at_random
+from retrieval.run.build import Objective, build_sampler, drawn_at_random, load_weights
 from retrieval.run.folder import (
     absolute_paths,
     claimed,
@@ -47,7 +47,6 @@ from retrieval.run.folder import (
 )
 from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
-from retrieval.run.weights import load_weights
 from retrieval.training.check import look_ahead
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
 from retrieval.training.learn import fit_learner, nothing_to_train, write_untrained

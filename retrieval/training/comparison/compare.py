@@ -17,7 +17,7 @@ from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_mean
 from retrieval.host.processes import cluster_at, exit_if_imported
 from retrieval.recipe.read import Recipe
-from retrieval.training.comparison import plan, space
+from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import (
     ComparisonJob,
     Do,
@@ -209,7 +209,7 @@ class ContestantJobs:
 
     def splits(self, recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
         """Return one pair per split: a prefix for names of files, and the `[split]` table."""
-        drawn = drawn_splits(recipe, space.table_of(recipe), self.plan.splits)
+        drawn = drawn_splits(recipe, plan.table_of(recipe), self.plan.splits)
         if len(drawn) == 1:
             return [("", drawn[0])]
         return [(f"split-{number}-", split) for number, split in enumerate(drawn)]
@@ -230,7 +230,7 @@ class ContestantJobs:
             )
 
         for prefix, split in self.splits(base):
-            table = {**space.table_of(base), "split": split}
+            table = {**plan.table_of(base), "split": split}
             if _takes(base, "backbones", base.backbone.name, "pretrained"):
                 table["backbone"] = {**table["backbone"], "pretrained": False}
             untrained_jobs = [
@@ -254,12 +254,12 @@ class ContestantJobs:
         searches: list[Tuning] = []
         metrics: list[Metrics] = []
         for prefix, split in self.splits(recipe):
-            table = {**space.table_of(recipe), "split": split}
+            table = {**plan.table_of(recipe), "split": split}
             if self.plan.trials:
                 folder = self.folder / "search" / recipe.name / prefix.rstrip("-")
                 tuning = tune(recipe, table, self.plan, folder, do)
                 searches.append(tuning)
-                table = space.changed(table, tuning.values)
+                table = plan.with_values(table, tuning.values)
             seed_jobs = [
                 ComparisonJob(
                     "seed",
@@ -352,7 +352,7 @@ def baseline_names(base: Recipe, backbone: dict[str, Any] | None) -> dict[str, s
 def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
     """Return the table of a recipe that only measures a backbone's features."""
     keys = ("name", "plugins", "seed", "data", "split", "evaluate", "loss", "learner", "combiner")
-    table = {key: value for key, value in space.table_of(recipe).items() if key in keys}
+    table = {key: value for key, value in plan.table_of(recipe).items() if key in keys}
     table["backbone"] = {**backbone, "frozen": True}
     table["train"] = {"device": recipe.train.device}
     return table

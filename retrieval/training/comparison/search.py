@@ -20,9 +20,14 @@ from retrieval.base.files import write_json
 from retrieval.errors import DataError
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Range
-from retrieval.training.comparison import space
 from retrieval.training.comparison.jobs import ComparisonJob, Do, refuse_fold
-from retrieval.training.comparison.plan import PRIMARY, ComparisonPlan, saved
+from retrieval.training.comparison.plan import (
+    PRIMARY,
+    ComparisonPlan,
+    own_values,
+    saved,
+    with_values,
+)
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ def tune(
     for job in jobs_of(table, folder):
         refuse_fold(job)
     trials: list[Trial] = []
-    proposals = Proposals(recipe.name, recipe.search, space.own_values(recipe))
+    proposals = Proposals(recipe.name, recipe.search, own_values(recipe))
     for number in range(plan.trials):
         trial_folder = folder / f"trial-{number:03}"
         # drawn even if the trial has its values, so that the sampler's generator goes on
@@ -174,7 +179,7 @@ def tune(
             write_json(file, values, DataError)
         else:
             values = earlier
-        metrics = do(jobs_of(space.changed(table, values), trial_folder))
+        metrics = do(jobs_of(with_values(table, values), trial_folder))
         scores = [row["trained"][PRIMARY] if row else None for row in metrics]
         mean = None
         if None not in scores:
