@@ -169,7 +169,10 @@ def evaluate(
 
     def measure(encode: Callable[[Ints], Any], distance: Any = None) -> Evaluation:
         query_codes = encode(query)
-        gallery_codes = None if gallery is None else encode(gallery)
+        if gallery is None:
+            gallery_codes = None
+        else:
+            gallery_codes = encode(gallery)
         return protocol.measure(
             query_codes, gallery_codes, distance, metrics=chosen, clusters=clusters
         )
@@ -228,7 +231,9 @@ def items_of(run: Run, side: str) -> tuple[Items, Items | None]:
 
 def raw_name(run: Run) -> str:
     """Return the name of the contestant that compares the raw inputs."""
-    return "raw vectors" if run.dataset.kind == "features" else "raw pixels"
+    if run.dataset.kind == "features":
+        return "raw vectors"
+    return "raw pixels"
 
 
 def device_of(run: Run) -> torch.device:
@@ -374,7 +379,10 @@ class Protocol:
         """
         labels = self.run.splits.labels
         query_class = labels[query]
-        item_class = query_class if gallery is None else labels[gallery]
+        if gallery is None:
+            item_class = query_class
+        else:
+            item_class = labels[gallery]
         arguments = self.arguments(query, gallery)
         hidden = None
         if "exclude" in arguments:
@@ -414,7 +422,10 @@ def _tags(value: Any) -> list[str]:
     """Return the labels in a value: a list, text separated by ";", or `None`."""
     if value is None:
         return []
-    parts = value if isinstance(value, list | tuple) else str(value).split(";")
+    if isinstance(value, list | tuple):
+        parts = value
+    else:
+        parts = str(value).split(";")
     labels = [str(part).strip() for part in parts]
     return [label for label in labels if label]
 

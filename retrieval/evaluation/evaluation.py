@@ -158,15 +158,11 @@ def evaluate(
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together, but one of them is missing.")
     codes = as_tensor(codes, "codes")
-    if gallery is None:
-        gallery = None
-    else:
+    size = len(codes)
+    if gallery is not None:
         gallery = as_tensor(gallery, "gallery codes")
-    if gallery is None:
-        searched = codes
-    else:
-        searched = gallery
-    query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
+        size = len(gallery)
+    query_class, item_class = class_numbers(labels, len(codes), gallery_labels, size)
     if exclude is None:
         hidden = None
     else:
@@ -194,29 +190,28 @@ def resolve_metrics(
     parameters, or an object. Results list a table as `NAME(parameter=value, …)`, and an object by
     its key in a dictionary, or else by its own `__name__` or its class.
     """
-    if isinstance(metrics, Mapping) and not isinstance(metrics.get("name"), str):
-        checked = {str(name): value for name, value in metrics.items()}
-        for name, value in checked.items():
-            if not isinstance(value, CheckedMetric):
-                checked[name] = CheckedMetric(value, name)
-        return checked
     resolved: dict[str, Metric] = {}
+    # a table of one metric has a text under "name"; a dictionary of metrics has objects
+    if isinstance(metrics, Mapping) and not isinstance(metrics.get("name"), str):
+        for key, value in metrics.items():
+            name = str(key)
+            if isinstance(value, CheckedMetric):
+                checked = value
+            else:
+                checked = CheckedMetric(value, name)
+            resolved[name] = checked
+        return resolved
     if isinstance(metrics, str | Mapping) or not isinstance(metrics, Iterable):
         metrics = [metrics]
     for item in [*metrics, *always]:
         if isinstance(item, str) and "." not in item:
             resolved[item] = metric(item)
         elif isinstance(item, str | Mapping):
-            table: Mapping[str, Any]
-            if isinstance(item, str):
-                table = {"name": item}
-            else:
-                table = item
-            parameters = ", ".join(f"{k}={toml_value(v)}" for k, v in table.items() if k != "name")
+            table: Mapping[str, Any] = {"name": item} if isinstance(item, str) else item
+            name = str(table.get("name"))
+            parameters = [f"{k}={toml_value(v)}" for k, v in table.items() if k != "name"]
             if parameters:
-                name = f"{table.get('name')}({parameters})"
-            else:
-                name = str(table.get("name"))
+                name += f"({', '.join(parameters)})"
             plugins = plugins or load_plugins()
             resolved[name] = CheckedMetric(plugins.build("metrics", table), name)
         else:
@@ -256,16 +251,18 @@ def evaluate_search(
         texts = np.array([str(value) for value in by])
         for value in sorted(set(texts.tolist())):
             members = answerable[texts[answerable] == value]
-            if len(members):
-                measured = means(values, members)
-            else:
-                measured = {}
-            groups[value] = {**measured, "queries": float(len(members))}
+            groups[value] = means(values, members) if len(members) else {}
+            groups[value]["queries"] = float(len(members))
     if clusters:
         values_by_name |= cluster_metrics(search.queries, query_class)
-    singletons = len(query_class) - len(answerable)
-    counts = len(answerable), len(item_class), singletons
-    return Evaluation(values_by_name, *counts, groups, per_query=values)
+    return Evaluation(
+        values_by_name,
+        queries=len(answerable),
+        gallery=len(item_class),
+        singletons=len(query_class) - len(answerable),
+        groups=groups,
+        per_query=values,
+    )
 
 
 def query_values(
@@ -288,9 +285,9 @@ def query_values(
     if len(answerable):
         # Queries with a similar R share a block, which is searched to the depth of its largest R.
         ordered = answerable[np.argsort(relevant[answerable], kind="stable")]
-        distinct, place = np.unique(relevant[ordered], return_inverse=True)
+        distinct, inverse = np.unique(relevant[ordered], return_inverse=True)
         size = len(item_class)
-        depths = np.array([depth_of(metrics, int(count), size) for count in distinct])[place]
+        depths = np.array([depth_of(metrics, int(count), size) for count in distinct])[inverse]
         with Meter("searching", len(answerable), "queries") as meter:
             for rows, matches in matching(search, query_class, item_class, ordered, depths):
                 for name, measure in metrics.items():
@@ -317,16 +314,17 @@ def matching(
         codes = as_tensor(search.queries, "gallery").cpu()
         if codes.dtype != torch.float64:
             codes = codes.float()  # exact for half precision
-        place = np.empty(len(query_class), np.int64)
-        place[answerable] = np.arange(len(answerable))
-        for rows, matches, failed in Ranking(
-            codes.numpy(), item_class, answerable[:ranked], depths[:ranked]
-        ):
+        ranking = Ranking(codes.numpy(), item_class, answerable[:ranked], depths[:ranked])
+        position = np.empty(len(query_class), np.int64)
+        position[answerable] = np.arange(len(answerable))
+        for rows, matches, failed in ranking:
             yield rows[~failed], matches[~failed]
-            rest.append(place[rows[failed]])
-    if len(places := np.sort(np.concatenate(rest))):
-        for rows, items, _ in search.blocks(answerable[places], depths[places]):
-            yield rows, (item_class[items] == query_class[rows, None]) & (items >= 0)
+            rest.append(position[rows[failed]])
+    positions = np.sort(np.concatenate(rest))
+    if len(positions):
+        for rows, items, _ in search.blocks(answerable[positions], depths[positions]):
+            same_class = item_class[items] == query_class[rows, None]
+            yield rows, same_class & (items >= 0)
 
 
 def is_answerable(
@@ -335,8 +333,12 @@ def is_answerable(
     """Return whether any query has a relevant item that is visible to it; nothing is searched."""
     if relevance is None:
         return bool((relevant_items(search, query_class, item_class) > 0).any())
-    blocks = np.array_split(np.arange(len(query_class)), -(-len(query_class) // 64))
-    return any((_visible_grades(search, relevance, b) >= relevance.match).any() for b in blocks)
+    # the first few queries nearly always have an answer, so the blocks are small
+    for start in range(0, len(query_class), 64):
+        rows = np.arange(start, min(start + 64, len(query_class)))
+        if (_visible_grades(search, relevance, rows) >= relevance.match).any():
+            return True
+    return False
 
 
 def relevant_items(search: NeighborSearch, query_class: Ints, item_class: Ints) -> Ints:
@@ -355,17 +357,17 @@ def class_sizes(query_class: Ints, item_class: Ints) -> Ints:
 
 def means(values: Mapping[str, Values], answerable: Ints) -> dict[str, float]:
     """Return each metric's mean over queries, which must ascend: their order affects rounding."""
-    return {
-        name: float(column[answerable].mean()) if len(answerable) else float("nan")
-        for name, column in values.items()
-    }
+    if not len(answerable):  # NumPy would warn of a mean of nothing
+        return dict.fromkeys(values, float("nan"))
+    return {name: float(column[answerable].mean()) for name, column in values.items()}
 
 
 def metric_title(metric: str) -> str:
     """Return a metric's title in tables, such as Recall@1 for `recall_at_1`."""
     for prefix, title in (("recall_at_", "Recall@"), ("ndcg_at_", "nDCG@")):
-        if metric.startswith(prefix) and metric.removeprefix(prefix).isdigit():
-            return title + metric.removeprefix(prefix)
+        number = metric.removeprefix(prefix)
+        if number.isdigit() and number != metric:
+            return title + number
     return _TITLES.get(metric, metric)
 
 
@@ -373,10 +375,10 @@ def cells(columns_by_title: Mapping[str, Mapping[str, float]]) -> list[list[str]
     """Return a table with one row per metric and one column per contestant, with titles."""
     columns = columns_by_title.values()
     rows = [["", *columns_by_title]]
+    # a dictionary, because a set would lose the order
     for name in dict.fromkeys(name for column in columns for name in column):
-        rows.append(
-            [name, *(f"{column[name]:.4f}" if name in column else "" for column in columns)]
-        )
+        values = [f"{column[name]:.4f}" if name in column else "" for column in columns]
+        rows.append([name, *values])
     return rows
 
 
@@ -434,7 +436,8 @@ def class_numbers(
             " match."
         )
     both = np.concatenate([query_labels, item_labels])
-    if both.dtype.kind == "f":  # NumPy converts int64 with uint64 to float64
+    # NumPy converts int64 with uint64 to float64, in which large numbers become equal
+    if both.dtype.kind == "f":
         both = np.concatenate([query_labels.astype(object), item_labels.astype(object)])
     number = np.unique(both, return_inverse=True)[1].astype(np.int64)
     return number[:queries], number[queries:]
@@ -538,16 +541,13 @@ class Tags(Relevance):
         return np.asarray((self._query[rows] @ self._gallery).toarray(), dtype=np.float32)
 
 
-def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequence[str]]:
+def _checked_tags(items: Sequence[Sequence[str]], side: str) -> Sequence[Sequence[str]]:
     """Return the labels of all items; refuse a plain text or NaN in place of a list."""
     for row, tags in enumerate(items):
-        if (
-            isinstance(tags, str)
-            or not isinstance(tags, Iterable)
-            or not all(isinstance(tag, str) for tag in tags)
-        ):
+        is_list = isinstance(tags, Iterable) and not isinstance(tags, str)
+        if not is_list or not all(isinstance(tag, str) for tag in tags):
             raise DataError(
-                f"The {what} labels in row {row} are {tags!r}: give each item a list of strings,"
+                f"The {side} labels in row {row} are {tags!r}: give each item a list of strings,"
                 " which may be empty."
             )
     return items
@@ -558,10 +558,7 @@ def _graded_values(
 ) -> tuple[dict[str, Values], Ints]:
     """Return the result of `query_values`."""
     total = len(search.queries)
-    if search.gallery is None:
-        size = total
-    else:
-        size = len(search.gallery)
+    size = len(search.searched)
     if relevance.sizes != (total, size):
         raise DataError(
             f"There are {total:,} queries and {size:,} gallery items, but relevance has grades for"
@@ -576,23 +573,28 @@ def _graded_values(
             grades = _visible_grades(search, relevance, rows)
             relevant[rows] = np.count_nonzero(grades >= relevance.match, axis=1)
             meter.update(len(rows))
-            kept = relevant[rows] > 0
-            if not kept.any():
+            answerable = relevant[rows] > 0
+            if not answerable.any():
                 continue
-            rows = rows[kept]
-            grades = grades[kept]
+            rows = rows[answerable]
+            grades = grades[answerable]
             depth = min(size, depth_of(metrics, int(relevant[rows].max()), size))
             blocks = search.blocks(rows, np.full(len(rows), depth))
-            items = np.concatenate([near for _, near, _ in blocks])
-            gains = np.where(items >= 0, np.take_along_axis(grades, np.maximum(items, 0), 1), -1)
+            items = np.concatenate([block_items for _, block_items, _ in blocks])
+            # row −1 stands for no item; its grade is that of a hidden item
+            gains = np.take_along_axis(grades, np.maximum(items, 0), 1)
+            gains = np.where(items >= 0, gains, -1)
             matches = gains >= relevance.match
             gains = np.maximum(gains, 0).astype(np.float64)
-            ideal = -np.sort(-np.maximum(grades, 0), axis=1)[:, :depth].astype(np.float64)
+            descending = -np.sort(-np.maximum(grades, 0), axis=1)
+            ideal = descending[:, :depth].astype(np.float64)
             for name, measure in metrics.items():
+                # an nDCG needs the grades themselves, other metrics only whether they match
                 graded = getattr(measure, "graded", None)
-                values[name][rows] = (
-                    graded(gains, ideal) if graded else measure(matches, relevant[rows])
-                )
+                if graded:
+                    values[name][rows] = graded(gains, ideal)
+                else:
+                    values[name][rows] = measure(matches, relevant[rows])
     return values, relevant
 
 
@@ -602,15 +604,15 @@ def _visible_grades(search: NeighborSearch, relevance: Relevance, rows: Ints) ->
     if search.gallery is None:
         grades[np.arange(len(rows)), rows] = -1
     if search.hidden is not None:
-        every = np.broadcast_to(np.arange(grades.shape[1]), grades.shape)
-        grades[~search.hidden.visible(rows, every)] = -1
+        all_items = np.broadcast_to(np.arange(grades.shape[1]), grades.shape)
+        grades[~search.hidden.visible(rows, all_items)] = -1
     return grades
 
 
 def depth_of(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
     """Return how many ranks the metrics need if `relevant` of `size` items are relevant."""
-    depths = {"relevant": relevant, "all": size}
-    needed = [m.depth if isinstance(m.depth, int) else depths[m.depth] for m in chosen.values()]
+    depths: dict[Any, int] = {"relevant": relevant, "all": size}
+    needed = [int(depths.get(metric.depth, metric.depth)) for metric in chosen.values()]
     return max(needed, default=1)
 
 
@@ -646,6 +648,7 @@ def kmeans(codes: Array | Tensor, count: int) -> Ints:
             niter=ROUNDS,
             seed=0,
             init_method=faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS,
+            # FAISS would warn of small classes, and cluster only a sample of large ones
             min_points_per_centroid=1,
             max_points_per_centroid=len(table),
         )

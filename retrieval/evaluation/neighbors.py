@@ -85,13 +85,14 @@ def exact_neighbors(
     size = search.block(k)
     indices = np.empty((total, max(k, 0)), dtype=np.int64)
     distances = np.empty((total, max(k, 0)), dtype=np.float32)
+    # without queries, one empty block still checks k and the number of columns
     for start in range(0, max(total, 1), size):
         rows = slice(start, start + size)
         if exclude is None:
-            own = None
+            left_out = None
         else:
-            own = exclude[rows]
-        indices[rows], distances[rows] = search(queries[rows], k, own)
+            left_out = exclude[rows]
+        indices[rows], distances[rows] = search(queries[rows], k, left_out)
     return indices, distances
 
 
@@ -131,8 +132,10 @@ class Neighbors:
 
     def block(self, k: int) -> int:
         """Return the number of queries per call for `k` neighbours each."""
-        # bytes per query: float64 distances of every pair, then the results and their temporaries
-        row = (0 if self._shallow(k) else self.size * 8) + max(1, min(k, self.size)) * 40
+        # bytes per query: the results and their temporaries, and float64 distances of every pair
+        row = max(1, min(k, self.size)) * 40
+        if not self._shallow(k):
+            row += self.size * 8
         return max(1, min(1024, _BLOCK_BYTES // row))
 
     def __call__(
@@ -151,10 +154,9 @@ class Neighbors:
         distances = np.full((len(codes), k), np.inf, np.float32)
         if not len(codes):
             return columns, distances
-        if exclude is None:
-            left_out = None
-        else:
-            left_out = np.asarray(exclude, np.int64)
+        left_out = np.full(len(codes), -1)
+        if exclude is not None:
+            left_out[:] = exclude
         reach = min(k, self.size)
         with torch.no_grad():
             if self.distance is None:
@@ -174,12 +176,13 @@ class Neighbors:
         values = torch.empty((len(queries), self.size), dtype=torch.float64, device=self.device)
         step = max(1, _PAIRS_PER_CALL // len(queries))
         for start in range(0, self.size, step):
-            part = distance(queries, self._codes[start : start + step])
-            if part.shape != (len(queries), min(step, self.size - start)):
+            items = self._codes[start : start + step]
+            part = distance(queries, items)
+            if part.shape != (len(queries), len(items)):
                 raise DataError(
                     f"The distance returned shape {tuple(part.shape)} for {len(queries)} queries"
-                    f" and {min(step, self.size - start)} gallery items: it must give one number"
-                    " per pair, (queries, gallery)."
+                    f" and {len(items)} gallery items: it must give one number per pair, (queries,"
+                    " gallery)."
                 )
             values[:, start : start + step] = part
         if values.isnan().any():
@@ -189,18 +192,17 @@ class Neighbors:
             )
         return values
 
-    def _euclidean(self, queries: Tensor, k: int, left_out: Ints | None) -> tuple[Ints, Floats64]:
+    def _euclidean(self, queries: Tensor, k: int, left_out: Ints) -> tuple[Ints, Floats64]:
         """Return columns and Euclidean distances (B, k)."""
         scaled = self._scaled(queries)
-        if float(scaled.abs().max() if scaled.numel() else 0) > 2.0**60:
+        if scaled.numel() and float(scaled.abs().max()) > 2.0**60:
             raise DataError(
                 "The queries are more than 10^18 times as large as the gallery's codes: the two"
                 " cannot be of one model."
             )
+        single = None
         if self._shallow(k) and not self._crowded:
             single = _single(scaled)
-        else:
-            single = None
         if single is None:
             columns, squared = self._full(scaled, k, left_out)
         else:
@@ -210,11 +212,8 @@ class Neighbors:
             step = max(1, _BLOCK_BYTES // (8 * self.size))
             for start in range(0, len(rest), step):
                 rows = rest[start : start + step]
-                if left_out is None:
-                    own = None
-                else:
-                    own = left_out[rows]
-                columns[rows], squared[rows] = self._full(scaled[torch.from_numpy(rows)], k, own)
+                some = scaled[torch.from_numpy(rows)]
+                columns[rows], squared[rows] = self._full(some, k, left_out[rows])
         with np.errstate(over="ignore", under="ignore"):
             return columns, np.ldexp(np.sqrt(squared), self._exponent)
 
@@ -238,7 +237,7 @@ class Neighbors:
         return codes, torch.cat([codes, norms[:, None], torch.ones_like(norms)[:, None]], dim=1).T
 
     def _shallow_search(
-        self, queries: Floats32, k: int, left_out: Ints | None
+        self, queries: Floats32, k: int, left_out: Ints
     ) -> tuple[Ints, Floats64, Bools]:
         """Return columns and squared distances (B, k), and whether the k-th may have ties (B,)."""
         # imported here: checking a recipe needs this module, but no search
@@ -247,15 +246,16 @@ class Neighbors:
         assert self._singles is not None
         wide = min(self.size, k + 1 + _MARGIN + k // 16)
         squared, columns = nearest(queries, self._singles, wide, threads=torch.get_num_threads())
-        beyond = _parts(rounded_keys(squared[:, -1:], columns[:, -1:]))[1][:, 0]
-        if left_out is not None:
-            squared[columns == left_out[:, None]] = np.nan
+        _, last = _parts(rounded_keys(squared[:, -1:], columns[:, -1:]))
+        squared[columns == left_out[:, None]] = np.nan
         keys = rounded_keys(squared, columns)
         keys.sort(axis=1)
         columns, squared = _parts(keys[:, :k])
-        return columns, squared, (squared[:, -1] >= beyond) & (wide < self.size)
+        # if every item was found, none can tie beyond the last
+        crowded = (squared[:, -1] >= last[:, 0]) & (wide < self.size)
+        return columns, squared, crowded
 
-    def _full(self, queries: Tensor, k: int, left_out: Ints | None) -> tuple[Ints, Floats64]:
+    def _full(self, queries: Tensor, k: int, left_out: Ints) -> tuple[Ints, Floats64]:
         """Measure all pairs; return columns and squared distances (B, k)."""
         codes, factors = self._doubles
         norms = queries.square().sum(1)
@@ -265,41 +265,35 @@ class Neighbors:
         floor = (norms * _CANCELLED).cpu().numpy()
         columns, values = self._selected(rows @ factors, wide, left_out)
         # A query with more than k imprecise pairs, as in a collapsed embedding, is measured again.
-        if wide > k:
-            crowded = np.flatnonzero(values[:, -1] < floor)
-        else:
-            crowded = np.zeros(0, np.int64)
-        if len(crowded):
+        crowded = np.flatnonzero(values[:, -1] < floor)
+        if wide > k and len(crowded):
             some = queries[torch.from_numpy(crowded).to(self.device)]
-            apart = torch.cdist(some, codes, compute_mode="donot_use_mm_for_euclid_dist")
-            if left_out is None:
-                own = None
-            else:
-                own = left_out[crowded]
-            columns[crowded], values[crowded] = self._selected(apart.square_(), wide, own)
+            distances = torch.cdist(some, codes, compute_mode="donot_use_mm_for_euclid_dist")
+            columns[crowded], values[crowded] = self._selected(
+                distances.square_(), wide, left_out[crowded]
+            )
             floor[crowded] = 0
         columns = columns[:, :k]
         values = values[:, :k]
-        imprecise, places = (values < floor[:, None]).nonzero()
-        if not len(places):
+        imprecise, ranks = (values < floor[:, None]).nonzero()
+        if not len(ranks):
             return columns, values
         step = max(1, _DIFFERENCES // max(self.width, 1))
-        for start in range(0, len(places), step):
+        for start in range(0, len(ranks), step):
             query = imprecise[start : start + step]
-            place = places[start : start + step]
-            row, column = (
-                torch.from_numpy(index).to(self.device) for index in (query, columns[query, place])
-            )
-            values[query, place] = (queries[row] - codes[column]).square_().sum(1).cpu().numpy()
+            rank = ranks[start : start + step]
+            row = torch.from_numpy(query).to(self.device)
+            column = torch.from_numpy(columns[query, rank]).to(self.device)
+            squares = (queries[row] - codes[column]).square_()
+            values[query, rank] = squares.sum(1).cpu().numpy()
         keys = rounded_keys(values, columns)
         keys.sort(axis=1)
         return _parts(keys)
 
-    def _selected(self, values: Tensor, k: int, left_out: Ints | None) -> tuple[Ints, Floats64]:
+    def _selected(self, values: Tensor, k: int, left_out: Ints) -> tuple[Ints, Floats64]:
         """Return columns and rounded values (B, k) of each query's k smallest, in order."""
-        if left_out is not None:
-            rows = np.flatnonzero(left_out >= 0)
-            values[torch.from_numpy(rows), torch.from_numpy(left_out[rows])] = torch.nan
+        rows = np.flatnonzero(left_out >= 0)
+        values[torch.from_numpy(rows), torch.from_numpy(left_out[rows])] = torch.nan
         if values.device.type != "cpu":
             every = torch.arange(self.size, device=values.device)
             keys = rounded_keys(values, every).topk(k, dim=1, largest=False, sorted=True).values
@@ -403,18 +397,20 @@ class Exclusion:
 
     def hidden(self, query_class: Ints, item_class: Ints) -> Hidden:
         """Return the items that are hidden from each query."""
-        itself = self.gallery is None
         if self.gallery is None:
             items = self.query
         else:
             items = self.gallery
-        sides = (self.query, query_class, "queries"), (items, item_class, "gallery items")
-        for values, labels, what in sides:
+        for values, labels, side in (
+            (self.query, query_class, "queries"),
+            (items, item_class, "gallery items"),
+        ):
             if len(values) != len(labels):
                 raise DataError(
-                    f"There are {len(labels):,} {what} and {len(values):,} values to exclude by."
+                    f"There are {len(labels):,} {side} and {len(values):,} values to exclude by."
                 )
         groups = group_numbers(self.query, items)
+        itself = self.gallery is None
         return Hidden(*groups, query_class, item_class, self.same_label, itself)
 
 
@@ -423,13 +419,19 @@ def group_numbers(queries: Iterable[Any], items: Iterable[Any]) -> tuple[Ints, I
 
     No query shares a number with an item if its value is missing or "".
     """
-    known: dict[Any, int] = {}
-    numbers: tuple[list[int], list[int]] = [], []
-    for values, missing, side in ((queries, -1, numbers[0]), (items, -2, numbers[1])):
+    number_of: dict[Any, int] = {}
+
+    def numbers(values: Iterable[Any], missing: int) -> Ints:
+        column = []
         for value in values:
-            absent = is_missing(value) or value == ""
-            side.append(missing if absent else known.setdefault(value, len(known)))
-    return np.array(numbers[0], np.int64), np.array(numbers[1], np.int64)
+            if is_missing(value) or value == "":
+                column.append(missing)
+            else:
+                column.append(number_of.setdefault(value, len(number_of)))
+        return np.array(column, np.int64)
+
+    # two numbers for missing values, so that a query's never equals an item's
+    return numbers(queries, -1), numbers(items, -2)
 
 
 @dataclass(frozen=True)
@@ -451,10 +453,10 @@ class Hidden:
     def matching(self) -> Ints:
         """Return how many items of its class are hidden from each query (Q,), itself included."""
         # pairs of group and class are counted as one number
-        width = int(max(self.query_class.max(initial=-1), self.item_class.max(initial=-1))) + 1
-        return self._counts(
-            self.query * width + self.query_class, self.gallery * width + self.item_class
-        )
+        width = 1 + int(max(self.query_class.max(initial=-1), self.item_class.max(initial=-1)))
+        queries = self.query * width + self.query_class
+        items = self.gallery * width + self.item_class
+        return self._counts(queries, items)
 
     def every(self) -> Ints:
         """Return how many items are hidden from each query (Q,), itself included."""
@@ -470,10 +472,11 @@ class Hidden:
 
     def visible(self, rows: Ints, items: Ints) -> Bools:
         """Return whether items (B, k) are visible to queries (B,); −1 stands for no item."""
-        shown = self.gallery[items] != self.query[rows, None]
+        visible = self.gallery[items] != self.query[rows, None]
         if self.same_label:
-            shown |= self.item_class[items] != self.query_class[rows, None]
-        return np.asarray(shown & (items >= 0))
+            visible |= self.item_class[items] != self.query_class[rows, None]
+        # row −1 reads the last item above, and is no item
+        return np.asarray(visible & (items >= 0))
 
 
 @dataclass(frozen=True)
@@ -498,13 +501,16 @@ class NeighborSearch:
         shape = len(self.queries), self.recorded
         return np.full(shape, -1), np.full(shape, np.inf, np.float32)
 
+    @property
+    def searched(self) -> Codes:
+        """The codes in which to search: the gallery or, without one, the queries."""
+        if self.gallery is None:
+            return self.queries
+        return self.gallery
+
     @cached_property
     def _neighbors(self) -> Neighbors:
-        if self.gallery is None:
-            searched = self.queries
-        else:
-            searched = self.gallery
-        return Neighbors(searched, distance=self.distance, device=self.device)
+        return Neighbors(self.searched, distance=self.distance, device=self.device)
 
     @property
     def ranks_all(self) -> bool:
@@ -525,20 +531,26 @@ class NeighborSearch:
             reach = np.minimum(depths + hidden.every()[query_rows], search.size)
         done = 0
         while done < len(query_rows):
-            part = slice(done, done + search.block(int(reach[done : done + 1024].max())))
+            # 1,024 queries are the most that a block holds
+            size = search.block(int(reach[done : done + 1024].max()))
+            part = slice(done, done + size)
             rows = query_rows[part]
             if self.gallery is None:
-                own = rows
+                left_out = rows
             else:
-                own = None
-            items, distances = search(code_rows(self.queries, rows), int(reach[part].max()), own)
+                left_out = None
+            codes = code_rows(self.queries, rows)
+            items, distances = search(codes, int(reach[part].max()), left_out)
             if hidden is not None:
+                depth = int(depths[part].max())
                 visible = hidden.visible(rows, items)
-                first = np.argsort(~visible, axis=1, kind="stable")[:, : int(depths[part].max())]
+                # a stable sort moves hidden items behind the visible ones, which keep their order
+                first = np.argsort(~visible, axis=1, kind="stable")[:, :depth]
                 visible = np.take_along_axis(visible, first, 1)
                 items = np.take_along_axis(items, first, 1)
                 distances = np.take_along_axis(distances, first, 1)
-                items[~visible], distances[~visible] = -1, np.inf
+                items[~visible] = -1
+                distances[~visible] = np.inf
             width = min(self.recorded, items.shape[1])
             first_items, first_distances = self._records
             first_items[rows, :width] = items[:, :width]
@@ -557,9 +569,12 @@ class NeighborSearch:
         # similar depths share a block, which is searched to the largest
         if self.hidden is not None:
             order = np.argsort(self.hidden.every()[query_rows], kind="stable")
-        for rows, near, apart in self.blocks(query_rows[order], np.full(len(query_rows), k)):
+        depths = np.full(len(query_rows), k)
+        for rows, block_items, block_distances in self.blocks(query_rows[order], depths):
             part = order[done : done + len(rows)]
-            items[part, : near.shape[1]], distances[part, : near.shape[1]] = near, apart
+            width = block_items.shape[1]
+            items[part, :width] = block_items
+            distances[part, :width] = block_distances
             done += len(rows)
         return items, distances
 
@@ -572,8 +587,6 @@ class NeighborSearch:
 
 Distance: TypeAlias = "Literal['euclidean', 'cosine'] | DistanceBlock | Any"
 """A name, a function, or an object that measures distances; see `retrieval.evaluate`."""
-
-NAMES = ("euclidean", "cosine")
 
 _PROBED = 32
 """Number of gallery items by which a similarity is told from a distance."""
@@ -600,15 +613,17 @@ def measuring(
             return codes, gallery, None
         if distance == "cosine":
             if gallery is None:
-                scaled = None
+                unit_gallery = None
             else:
-                scaled = _unit(gallery, "gallery codes")
-            return _unit(codes, "codes"), scaled, None
+                unit_gallery = _unit(gallery, "gallery codes")
+            return _unit(codes, "codes"), unit_gallery, None
+        hint = did_you_mean(distance, ("euclidean", "cosine"))
         raise DataError(
-            f"There is no distance '{distance}'.{did_you_mean(distance, NAMES)} The names are"
+            f"There is no distance '{distance}'.{hint} The names are"
             " 'euclidean' and 'cosine'. Pass any other distance as a function, such as"
             " sklearn.metrics.pairwise.manhattan_distances."
         )
+    # the object of a bound method, such as a combiner's `compute_mat`
     owner = getattr(distance, "__self__", distance)
     if isinstance(owner, Combiner):
         return codes, gallery, distance
@@ -619,8 +634,8 @@ def measuring(
 
 def _function(distance: Any, owner: Any) -> DistanceBlock:
     """Return a distance as a function of two tensors; a similarity's values change their sign."""
-    what = f"The distance {getattr(distance, '__name__', type(distance).__name__)}"
-    refuse_class(distance, what)
+    subject = f"The distance {getattr(distance, '__name__', type(distance).__name__)}"
+    refuse_class(distance, subject)
     # an object of scikit-learn's `DistanceMetric` has this method
     call: Any = distance if callable(distance) else getattr(distance, "pairwise", None)
     if call is None:
@@ -635,7 +650,7 @@ def _function(distance: Any, owner: Any) -> DistanceBlock:
         sign = 1
 
     def measure(queries: Tensor, items: Tensor) -> Tensor:
-        with calling(what, "Evaluate fewer items at once."):
+        with calling(subject, "Evaluate fewer items at once."):
             return sign * torch.as_tensor(call(queries, items))
 
     return measure
@@ -647,10 +662,11 @@ def _refuse_similarity(measure: DistanceBlock, gallery: Tensor) -> None:
     A distance has d(x, x) + d(y, y) <= d(x, y) + d(y, x), and a similarity the opposite. This holds
     for each pair of a metric or of a kernel; a learned function may have exceptions.
     """
-    items = gallery[:: max(1, len(gallery) // _PROBED)][:_PROBED]
+    step = max(1, len(gallery) // _PROBED)
+    items = gallery[::step][:_PROBED]
     table = Neighbors(items, distance=measure).measured(items, measure)
-    own = table.diagonal()
-    excess = own[:, None] + own - table - table.T
+    to_itself = table.diagonal()
+    excess = to_itself[:, None] + to_itself - table - table.T
     if excess.clamp(min=0).sum() > _SHARE * excess.abs().sum():
         raise DataError(
             "The distance is a similarity: it is larger for an item and itself than for two items,"

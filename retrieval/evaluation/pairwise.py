@@ -59,17 +59,14 @@ def evaluate_vectors(
             query has a right answer.
     """
     queries = VectorRows(Path(folder))
-    if gallery is None:
-        items = None
-    else:
+    items = None
+    item_labels = None
+    if gallery is not None:
         items = VectorRows(Path(gallery))
-    if items is not None and items.bundle != queries.bundle:
-        raise DataError(
-            f"{folder} and {gallery} hold vectors of two bundles, which cannot be compared."
-        )
-    if items is None:
-        item_labels = None
-    else:
+        if items.bundle != queries.bundle:
+            raise DataError(
+                f"{folder} and {gallery} hold vectors of two bundles, which cannot be compared."
+            )
         item_labels = items.labels()
     evaluation = pairwise(queries, queries.labels(), items, item_labels, metrics)
     if not evaluation.queries:
@@ -92,16 +89,13 @@ def pairwise(
     Raises:
         DataError: codes and labels do not fit together, or codes are not finite.
     """
-    if gallery is None:
-        searched = codes
-    else:
-        searched = gallery
-    if len(searched) > MOST_ITEMS:
-        raise DataError(
-            f"The gallery has {len(searched):,} items; exact search takes {MOST_ITEMS:,} at most."
-        )
-    query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
     search: Any = StoredSearch(codes, gallery)
+    size = len(search.searched)
+    if size > MOST_ITEMS:
+        raise DataError(
+            f"The gallery has {size:,} items; exact search takes {MOST_ITEMS:,} at most."
+        )
+    query_class, item_class = class_numbers(labels, len(codes), gallery_labels, size)
     return evaluate_search(search, query_class, item_class, metrics=resolve_metrics(metrics))
 
 
@@ -117,19 +111,22 @@ class StoredSearch:
     hidden: None = None
     ranks_all = False
 
+    @property
+    def searched(self) -> VectorRows:
+        """The vectors in which to search: the gallery or, without one, the queries."""
+        if self.gallery is None:
+            return self.queries
+        return self.gallery
+
     def blocks(self, query_rows: Ints, depths: Ints) -> Iterator[tuple[Ints, Ints, None]]:
         """Yield blocks as `Search.blocks` does, in the order of the files, without distances."""
         itself = self.gallery is None
-        if self.gallery is None:
-            searched = self.queries
-        else:
-            searched = self.gallery
         needed = np.zeros(len(self.queries), np.int64)
         needed[query_rows] = depths
         for start in range(0, len(needed), _QUERIES):
             rows = np.arange(start, min(start + _QUERIES, len(needed)))
             if k := int(needed[rows].max()):
-                nearest = _nearest(self.queries, searched, rows, k, itself)
+                nearest = _nearest(self.queries, self.searched, rows, k, itself)
                 items = np.where(nearest == _NO_NEIGHBOR, -1, key_rows(nearest))
                 scored = needed[rows] > 0
                 yield rows[scored], items[scored], None
@@ -160,14 +157,13 @@ def _search_block(
     exact = np.ascontiguousarray(vectors, np.float64)
 
     def merge(part: slice) -> None:
-        own_rows = rows[part]
-        queries = codes.read(int(own_rows[0]), int(own_rows[-1]) + 1)
-        inside = (own_rows >= items.start) & (own_rows < items.stop)
+        part_rows = rows[part]
+        queries = codes.read(int(part_rows[0]), int(part_rows[-1]) + 1)
+        left_out = None
         if itself:
-            own = np.where(inside, own_rows - items.start, -1)
-        else:
-            own = None
-        columns, _ = search(queries, min(k, len(items)), own)
+            inside = (part_rows >= items.start) & (part_rows < items.stop)
+            left_out = np.where(inside, part_rows - items.start, -1)
+        columns, _ = search(queries, min(k, len(items)), left_out)
         query, rank = np.nonzero(columns >= 0)
         column = columns[query, rank]
         # `Neighbors` scales each block, so measure again to compare distances across blocks

@@ -102,9 +102,8 @@ def neighbours(
         raise DataError(
             f"There are {len(labels)} labels for {len(images)} queries; give each query one."
         )
-    if labels is None:
-        names = None
-    else:
+    names: list[str | None] = [None] * len(images)
+    if labels is not None:
         names = [str(label) for label in read_labels(labels)]
     if index.bundle.manifest.input.preprocessing is None:
         raise DataError(f"{index.path} holds vectors, not images, so it cannot be drawn.")
@@ -112,19 +111,14 @@ def neighbours(
     columns = 1 + max(len(hits) for hits in answers)
     figure = Picture(columns + 0.6, 1.18 * len(images) + 0.5)
     grid = figure.subplots(len(images), columns, squeeze=False)
-    for row, (cells, query, hits) in enumerate(zip(grid, images, answers, strict=True)):
-        if names is None:
-            label = None
-        else:
-            label = names[row]
+    for cells, query, hits, label in zip(grid, images, answers, names, strict=True):
         _query(cells[0], query, label)
         for cell, hit in zip(cells[1:], hits, strict=False):
             _answer(cell, hits.image(hit), hit.label, hit.distance, label, hit.id)
         for cell in cells[1 + len(hits) :]:
             cell.set_visible(False)
-    if names is None:
-        marks = ""
-    else:
+    marks = ""
+    if labels is not None:
         marks = ": ✓ right, ✗ wrong"
     figure.suptitle(
         f"Queries with their {columns - 1} nearest{marks}, and the distance", fontsize=10
@@ -157,9 +151,8 @@ def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, 
 
 
 def _query(cell: Axes, image: Any, label: str | None) -> None:
-    if label is None:
-        title = "query"
-    else:
+    title = "query"
+    if label is not None:
         title = f"query: {label}"
     _cell(cell, small_image(image), title, "black", 1)
 
@@ -176,11 +169,11 @@ def _answer(
     colour = "0.4"
     if label is not None:
         mark, colour = (" ✓", "tab:blue") if name == label else (" ✗", "tab:orange")
-    if image is None:
-        small = None
-    else:
+    small = None
+    if image is not None:
         small = small_image(image)
-    _cell(cell, small, f"{id if name is None else name}{mark} {distance:.2f}", colour, 2.5)
+    title = f"{id if name is None else name}{mark} {distance:.2f}"
+    _cell(cell, small, title, colour, 2.5)
     if small is None:
         cell.text(0.5, 0.5, f"cannot read\n{Path(id).name}", ha="center", va="center", fontsize=6)
 
@@ -202,11 +195,10 @@ def small_image(image: ImageLike, side: int = LARGEST) -> Image.Image:
     """
     if isinstance(image, np.ndarray):
         opened = from_pixels(image)
+    elif isinstance(image, Image.Image):
+        opened = image
     else:
-        if isinstance(image, Image.Image):
-            opened = image
-        else:
-            opened = decode(image)
+        opened = decode(image)
     small = to_mode(opened, "L" if opened.mode == "L" else "RGB").copy()
     small.thumbnail((side, side))
     return small
@@ -232,13 +224,16 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
     panels = figure.subplots(2 if validated else 1, sharex=True, squeeze=False)[:, 0]
     for panel, keys, name in zip(panels, (losses, validated), ("loss", "validation"), strict=False):
         for key in keys:
-            points = [
-                (epoch, r[key])
-                for epoch, r in enumerate(records, 1)
-                if isinstance(r.get(key), int | float)
-            ]
+            epochs = []
+            values = []
+            for epoch, record in enumerate(records, 1):
+                # not every epoch is validated
+                if isinstance(record.get(key), int | float):
+                    epochs.append(epoch)
+                    values.append(record[key])
             label = key.removeprefix("validation_").replace("_", " ")
-            panel.plot(*zip(*points, strict=True), marker=".", label=label)
+            if epochs:  # an empty line would be named in the legend
+                panel.plot(epochs, values, marker=".", label=label)
         panel.set_ylabel(name)
         panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         panel.spines[["top", "right"]].set_visible(False)
@@ -318,8 +313,8 @@ def map(
                 label = f" {name}"
             else:
                 label = str(name)
-            own = positions[numbers == number]
-            panel.scatter(own[:, 0], own[:, 1], s=8, color=f"C{number}", label=label)
+            of_class = positions[numbers == number]
+            panel.scatter(of_class[:, 0], of_class[:, 1], s=8, color=f"C{number}", label=label)
         panel.legend(
             frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="class"
         )

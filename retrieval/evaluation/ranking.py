@@ -163,12 +163,17 @@ class Ranking:
 
         The queries are the rows of `halves` or, with `across`, its columns.
         """
-        place = np.flatnonzero(halves <= (panel.reach if across else panel.reach[:, None]))
-        row = place // halves.shape[1]
-        column = place - row * halves.shape[1]
+        if across:
+            reach = panel.reach
+        else:
+            reach = panel.reach[:, None]
+        position = np.flatnonzero(halves <= reach)
+        row = position // halves.shape[1]
+        column = position - row * halves.shape[1]
         query, item = (column, row) if across else (row, column)
+        # 16 bits hold any query of a panel, and NumPy sorts them by radix
         panel.queries.append(query.astype(np.uint16))
-        panel.keys.append(_keys(halves.ravel()[place], item + start))
+        panel.keys.append(_keys(halves.ravel()[position], item + start))
 
     def _ranked(self, panel: _Panel) -> tuple[Bools, Bools]:
         """Return a panel's matches (B, k), and whether a query needs full search (B,)."""
@@ -178,7 +183,7 @@ class Ranking:
         queries = np.concatenate(panel.queries)
         if len(queries) > _MOST:
             return matches, failed
-        keys = np.concatenate(panel.keys)[np.argsort(queries, kind="stable")]  # 16 bits: radix sort
+        keys = np.concatenate(panel.keys)[np.argsort(queries, kind="stable")]
         counts = np.bincount(queries, minlength=size)
         ends = np.cumsum(counts)
         # a few more ranks nearly always include the end of the run that holds the last needed rank
@@ -211,21 +216,23 @@ class Ranking:
         # imported here: checking a recipe needs this module, but no search
         from retrieval.store.search import squared_distances
 
-        own = panel.start + rows
+        positions = panel.start + rows
         item = item[:, :-1]
         joined = near[:, 1:] - near[:, :-1] <= panel.error[rows, None]
         failed = joined[:, panel.depth - 1 :].all(axis=1)
-        match = self._classes.take(item, mode="clip") == self._classes[own, None]
-        joined[failed], joined[:, -1] = False, False
+        # keys that fill a row have positions beyond the last item
+        match = self._classes.take(item, mode="clip") == self._classes[positions, None]
+        joined[failed] = False
+        joined[:, -1] = False
         row, rank, run = _in_doubt(joined, match, panel.depth)
-        costly = np.bincount(row, minlength=len(own)) * _DOUBT > len(self._order)
+        costly = np.bincount(row, minlength=len(rows)) * _DOUBT > len(self._order)
         failed |= costly
-        kept = ~costly[row]
-        row = row[kept]
-        rank = rank[kept]
-        run = run[kept]
+        measured = ~costly[row]
+        row = row[measured]
+        rank = rank[measured]
+        run = run[measured]
         column = self._order[item[row, rank]]
-        codes = self._codes[self._order[own]]
+        codes = self._codes[self._order[positions]]
         squared = squared_distances(codes.astype(np.float64), self._codes, row, column)
         order = np.lexsort((rounded_keys(squared, column), run))
         match[row, rank] = match[row[order], rank[order]]
@@ -258,7 +265,8 @@ def _factored(codes: Array, rows: Ints) -> tuple[Floats32, Floats64]:
 def _turned(factors: Floats32) -> Floats32:
     """Return −x, 1 and |x|²/2 (B, C + 2); times factors, they are half squared distances."""
     out = -factors
-    out[:, -2], out[:, -1] = 1, factors[:, -2]
+    out[:, -2] = 1
+    out[:, -1] = factors[:, -2]
     return out
 
 
@@ -277,14 +285,18 @@ def _in_doubt(joined: Bools, match: Bools, depth: int) -> tuple[Ints, Ints, Ints
         depth: number of first ranks in which a run must begin.
     """
     width = joined.shape[1]
-    place = np.flatnonzero(joined)
-    first = np.diff(place, prepend=-2) != 1
+    matches = match.ravel()
+    # positions in the table, row by row; consecutive positions belong to one run
+    position = np.flatnonzero(joined)
+    first = np.diff(position, prepend=-2) != 1
     run = np.cumsum(first) - 1
-    begins = place[first]
+    begins = position[first]
     mixed = np.zeros(len(begins), np.bool_)
-    mixed[run[match.ravel()[place] != match.ravel()[place + 1]]] = True
+    mixed[run[matches[position] != matches[position + 1]]] = True
     mixed &= begins % width < depth
+    # a run has one item more than it has joints
     sizes = np.bincount(run, minlength=len(begins))[mixed] + 1
     run = np.repeat(np.arange(len(sizes)), sizes)
-    place = np.arange(len(run)) + (begins[mixed] - (np.cumsum(sizes) - sizes))[run]
-    return place // width, place % width, run
+    offsets = begins[mixed] - (np.cumsum(sizes) - sizes)
+    position = np.arange(len(run)) + offsets[run]
+    return position // width, position % width, run

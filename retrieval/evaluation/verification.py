@@ -108,8 +108,10 @@ def verification(
         )
     different = int((~s).sum())
     for rate in far:
+        # fewer different pairs cannot tell the rate from 0; the margins allow for rounding
         if different * rate >= 1 - 1e-9:
-            values[f"tar_at_far_{rate:g}"] = float(roc.tar[roc.far <= rate * (1 + 1e-12)][-1])
+            within = roc.far <= rate * (1 + 1e-12)
+            values[f"tar_at_far_{rate:g}"] = float(roc.tar[within][-1])
     return Verification(values, roc, accuracy, threshold)
 
 
@@ -143,9 +145,10 @@ def fold_accuracy(distances: Floats64, same: Bools, fold: Ints) -> tuple[Floats6
     threshold = []
     for k in range(int(fold.max()) + 1):
         judged = f == k
-        t = _best_threshold(d[~judged], s[~judged])
-        threshold.append(t)
-        accuracy.append(((d[judged] <= t) == s[judged]).mean())
+        best = _best_threshold(d[~judged], s[~judged])
+        accepted = d[judged] <= best
+        threshold.append(best)
+        accuracy.append((accepted == s[judged]).mean())
     return np.array(accuracy), np.array(threshold)
 
 
@@ -160,6 +163,7 @@ def _best_threshold(distances: Floats64, same: Bools) -> float:
         return float(np.nextafter(distances[0], -np.inf))
     if i == len(distances):
         return float(distances[-1])
+    # half of the sum could overflow; the middle of two neighbouring floats rounds to one of them
     middle = distances[i - 1] / 2 + distances[i] / 2
     return float(middle if middle < distances[i] else distances[i - 1])
 
@@ -190,7 +194,12 @@ def _check(distances: Floats64, same: Bools, folds: Array) -> None:
             " diverged, or the combiner divides by 0."
         )
     if same.all() or not same.any():
-        kind = "the same" if len(same) and same.all() else "different" if len(same) else "missing"
+        kind = "missing"
+        if len(same):
+            if same.all():
+                kind = "the same"
+            else:
+                kind = "different"
         raise DataError(f"All {len(same):,} pairs are {kind}: both kinds are needed.")
 
 
@@ -244,9 +253,10 @@ def draw_pairs(
             " items. Name a list of pairs instead."
         )
     number = min(number, count // (2 * folds))
-    parts = [
-        rows[_draw(labels[rows], number, same, random)] for rows in groups for same in (True, False)
-    ]
+    parts = []
+    for rows in groups:
+        for same in (True, False):
+            parts.append(rows[_draw(labels[rows], number, same, random)])
     pairs = items[np.concatenate(parts)]
     return LabelledPairs(
         pairs[:, 0],
@@ -330,9 +340,16 @@ def _draw(labels: Items, count: int, same: bool, random: np.random.Generator) ->
             second = first
         else:
             second = classes()
-        rows = order[np.stack([starts[c] + random.integers(sizes[c]) for c in (first, second)], 1)]
-        rows = rows[rows[:, 0] != rows[:, 1] if same else first != second]
-        pairs = np.concatenate([pairs, rows])
+        left = order[starts[first] + random.integers(sizes[first])]
+        right = order[starts[second] + random.integers(sizes[second])]
+        if same:
+            valid = left != right
+        else:
+            valid = first != second
+        drawn = np.stack([left, right], axis=1)[valid]
+        pairs = np.concatenate([pairs, drawn])
+        # one number for both orders of a pair; the first draw of each pair stays
         number = pairs.min(axis=1) * len(labels) + pairs.max(axis=1)
-        pairs = pairs[np.sort(np.unique(number, return_index=True)[1])[:count]]
+        earliest = np.unique(number, return_index=True)[1]
+        pairs = pairs[np.sort(earliest)[:count]]
     return pairs

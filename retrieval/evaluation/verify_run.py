@@ -118,7 +118,11 @@ def verify(
     refuse_side(side)
     if pairs is not None and draw is not None:
         raise DataError(f"Pairs are either read or drawn: leave out {pairs} or the number to draw.")
-    chosen, origin = _pairs(run, side, None if pairs is None else Path(pairs), draw, seed)
+    if pairs is None:
+        file = None
+    else:
+        file = Path(pairs)
+    chosen, origin = _pairs(run, side, file, draw, seed)
     items, rows = np.unique(np.stack([chosen.first, chosen.second]), return_inverse=True)
     first, second = rows.reshape(2, -1)
     device = device_of(run)
@@ -185,7 +189,8 @@ def pair_distances(model: Model | None, codes: Tensor, first: Ints, second: Ints
                 a = a.double()
                 b = b.double()
                 if model is None:
-                    a, b = (torch.nn.functional.normalize(rows, dim=1) for rows in (a, b))
+                    a = torch.nn.functional.normalize(a, dim=1)
+                    b = torch.nn.functional.normalize(b, dim=1)
                 values = (a - b).square().sum(1).sqrt()
             distances[part] = values.cpu().double().numpy()
     return distances
@@ -219,16 +224,14 @@ def _notes(run: Run, side: str, pairs: LabelledPairs) -> list[str]:
         notes.append(
             f"The list contradicts the data's labels for {wrong:,} of {len(pairs):,} pairs."
         )
-    if side == "validation":
-        used = [splits.train]
-    else:
-        used = [splits.train, splits.validation]
-    seen = np.concatenate(used)
-    known = np.isin(pairs.first, seen) | np.isin(pairs.second, seen)
-    if known.any():
-        clean = [name for k, name in enumerate(pairs.folds) if not known[pairs.fold == k].any()]
+    seen = splits.train
+    if side == "test":  # validation chose the weights, so its items are not held out from the test
+        seen = np.concatenate([splits.train, splits.validation])
+    is_seen = np.isin(pairs.first, seen) | np.isin(pairs.second, seen)
+    if is_seen.any():
+        clean = [name for k, name in enumerate(pairs.folds) if not is_seen[pairs.fold == k].any()]
         notes.append(
-            f"{int(known.sum()):,} of {len(pairs):,} pairs have an item by which this model was"
+            f"{int(is_seen.sum()):,} of {len(pairs):,} pairs have an item by which this model was"
             " trained or chosen, so these are not metrics of held-out items; folds without such"
             f" pairs: {', '.join(clean) or 'none'}."
         )
@@ -246,25 +249,22 @@ def _write(
     points: list[tuple[Any, ...]] = [("contestant", "threshold", "far", "tar")]
     for name, outcome in verified.items():
         roc = outcome.roc
-        points += [
-            (name, *map(float, point))
-            for point in zip(roc.threshold, roc.far, roc.tar, strict=True)
-        ]
+        for point in zip(roc.threshold, roc.far, roc.tar, strict=True):
+            points.append((name, *map(float, point)))
     keys = run.dataset.keys
     fold = pairs.fold
     assert fold is not None
     columns = zip(pairs.first, pairs.second, pairs.same, fold, trained.tolist(), strict=True)
-    used = [
-        ("first", "second", "same", "fold", "distance"),
-        *((keys[a], keys[b], int(same), pairs.folds[k], d) for a, b, same, k, d in columns),
-    ]
+    table: list[tuple[Any, ...]] = [("first", "second", "same", "fold", "distance")]
+    for first, second, same, number, distance in columns:
+        table.append((keys[first], keys[second], int(same), pairs.folds[number], distance))
     picture = draw_roc(
         {name: (outcome.roc, outcome.values["auc"]) for name, outcome in verified.items()}
     )
     contents = {
         "roc.csv": csv_text(points).encode(),
         "roc.svg": picture,
-        "pairs.csv": csv_text(used).encode(),
+        "pairs.csv": csv_text(table).encode(),
     }
     # each file gets its name only after all of them are written
     with contextlib.ExitStack() as stack:
