@@ -146,7 +146,8 @@ def _subjects(
     """Return the name of the data for messages, and their items."""
     if isinstance(data, Recipe):
         return f"the recipe '{data.name}'", _of_recipe(data)
-    named = [str(source) for source in ([data] if isinstance(data, str | os.PathLike) else data)]
+    sources: Sequence[StrPath] = [data] if isinstance(data, str | os.PathLike) else data
+    named = [str(source) for source in sources]
     recipes = [name for name in named if name.lower().endswith(".toml")]
     if recipes and len(named) > 1:
         raise DataError("A recipe is checked alone: pass one .toml file and nothing else.")
@@ -229,7 +230,8 @@ class _Scan:
                     self.same_bytes[row] = first_with_bytes.setdefault(result.file, row)
                 self.same_values[row] = first_with_values.setdefault(result.hashes.values, row)
                 if result.hashes.picture is not None:
-                    self.pictures[row], self.has_picture[row] = result.hashes.picture, True
+                    self.pictures[row] = result.hashes.picture
+                    self.has_picture[row] = True
                 if result.vector is not None:
                     self.vectors[row] = result.vector
         if len(self.faults) == size:
@@ -247,8 +249,11 @@ class _Scan:
         pairs: list[Alike] = []
         compared: list[int] = []
         for rows in groups.values():
-            items = {row: self.subjects.items[row] for row in reversed(rows)}
-            compared += {(item.side, item.label): row for row, item in items.items()}.values()
+            firsts: dict[tuple[str, str | None], int] = {}
+            for row in rows:
+                item = self.subjects.items[row]
+                firsts.setdefault((item.side, item.label), row)
+            compared += firsts.values()
             if len(rows) > 1:
                 files = set(self.same_bytes[rows].tolist())
                 by: By = "numbers" if self.subjects.kind == "features" else "pixels"
@@ -259,8 +264,8 @@ class _Scan:
 
     def copy_distance(self, bundle: Bundle, rows: Ints) -> float:
         """Return the 95th percentile of the distances of sampled items to their JPEG copies."""
-        places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
-        chosen = rows[np.unique(places)]
+        spaced = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows)))
+        chosen = rows[np.unique(spaced.round().astype(np.int64))]
         vectors = self.vectors[chosen].astype(np.float64)
         work = partial(_copy, self.subjects, bundle)
         copies = ahead(work, chosen.tolist(), workers=min(8, cores()), most=_AHEAD)
@@ -289,23 +294,18 @@ def _measure(subjects: Subjects, bundle: Bundle | None, row: int) -> _Measured |
     except DataError as fault:
         return fault
     try:
-        if isinstance(item, Image.Image):
-            image = item
-        else:
-            image = None
-        if image is None:
-            flat = None
-        else:
-            flat = few_levels(image)
+        flat = None
         vector = None
+        if isinstance(item, Image.Image) and (lost := few_levels(item)):
+            flat = f"{name} {lost}."
         if bundle is not None:
             inputs: Array
-            if image is None:
-                inputs = np.asarray(item, np.float32)
+            if isinstance(item, Image.Image):
+                inputs = bundle.preprocess(item)
             else:
-                inputs = bundle.preprocess(image)
+                inputs = np.asarray(item, np.float32)
             vector = bundle.encode(inputs[None]).vector[0]
-        return _Measured(file, fingerprint(item), vector, flat and f"{name} {flat}.")
+        return _Measured(file, fingerprint(item), vector, flat)
     except DataError as fault:
         return DataError(f"{name}: {fault}")
 
@@ -353,15 +353,15 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
         seed=recipe.seed,
         raw=raw,
     ).draw(0)[0]
-    places = np.linspace(0, len(drawn) - 1, min(items, MOST, len(drawn))).astype(np.int64)
-    chosen = splits.train[drawn[places]]
+    spaced = np.linspace(0, len(drawn) - 1, min(items, MOST, len(drawn))).astype(np.int64)
+    chosen = splits.train[drawn[spaced]]
     make = BatchMaker(raw, Changes(recipe.augmentation, built_transforms(recipe)), recipe.seed)
     whole = slice(0, len(chosen))
     columns = [raw.batch(chosen)]
     if recipe.augmentation.active:
-        columns += [
-            make(LoadingJob(chosen, epoch, 0, whole)).numpy() for epoch in range(min(draws, MOST))
-        ]
+        # each epoch draws other changes
+        for epoch in range(min(draws, MOST)):
+            columns.append(make(LoadingJob(chosen, epoch, 0, whole)).numpy())
     names = [f"{dataset.labels[item]}: {dataset.keys[item]}" for item in chosen.tolist()]
     return _sheet([[*map(_picture, row)] for row in zip(*columns, strict=True)], names)
 

@@ -134,7 +134,7 @@ def check(
 @click.argument("teacher")
 @click.argument("photos", type=PATH)
 @click.option("--output", "-o", type=PATH, required=True, help="The student's bundle to write.")
-@click.option("--student", default="core.convnet", help="The student's backbone.")
+@click.option("--student", "backbone", default="core.convnet", help="The student's backbone.")
 @click.option(
     "--run", type=PATH, help="The run's folder; by default runs/small for -o small.bundle."
 )
@@ -153,6 +153,8 @@ def distill(
     photos: Path,
     output: Path,
     run: Path | None,
+    resume: bool,
+    replace: bool,
     extra: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -165,15 +167,27 @@ def distill(
     with loading():
         from retrieval.training.process import interruptible
 
-        from retrieval_lab.distill import distill as distilled
+        from retrieval_lab.distill import Student, distill as distilled
     run = run or Path("runs") / output.stem
-    options |= {"run": run, "plugins": extra, "report": say}
+    student = Student(plugins=extra, **options)
     try:
-        with interruptible(run / "distill.json", options["resume"]):
-            result = distilled(teacher, photos, output, **options)
+        with interruptible(run / "distill.json", resume):
+            result = distilled(
+                teacher,
+                photos,
+                output,
+                student,
+                run=run,
+                resume=resume,
+                replace=replace,
+                report=say,
+            )
     except Interrupted as error:
         # The suggested command keeps --replace, because the old bundle is still there.
-        again = this_command("--resume") if error.begun else this_command()
+        if error.begun:
+            again = this_command("--resume")
+        else:
+            again = this_command()
         raise Interrupted(f"Interrupted. Go on with: {again}") from None
     say(str(result))
     say(f"Next:\n  retrieval index create photos.index {photos} --model {output}")

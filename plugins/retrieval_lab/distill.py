@@ -17,7 +17,6 @@ from retrieval.base.arrays import Floats32, Ints
 from retrieval.base.csv_table import csv_text
 from retrieval.base.files import make_folder, whole_file, write_json, write_text
 from retrieval.base.places import StrPath, kind_of
-from retrieval.base.progress import Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.data.cache import files_identity
@@ -34,8 +33,7 @@ from retrieval.training.trainer import train_run
 
 log = logging.getLogger(__name__)
 
-DIMENSIONS = 128
-"""Default dimension of a student's embeddings."""
+_EPOCHS = 20
 _HELD_OUT = 0.05
 _MOST_HELD_OUT = 1000
 """Share and largest number of the photos that are held out to measure the agreement."""
@@ -47,6 +45,25 @@ _BLOCK = 4096
 _NEIGHBOURS = 10
 _STUDENT = {"core.convnet": {"size": 64, "channels": 3, "width": 32, "depth": 4, "pool": "grid"}}
 """Parameters of a backbone whose defaults are too small for a student."""
+
+
+@dataclass(frozen=True)
+class Student:
+    """The model to train.
+
+    Attributes:
+        backbone: the name of its backbone.
+        dimensions: dimension of its embeddings; the teacher's dimension if that is less.
+        labels: whether it also learns from labels, which are the names of the photos' folders.
+        overrides: changes to its recipe, such as `"backbone.size=96"`.
+        plugins: further plugin files or modules.
+    """
+
+    backbone: str
+    dimensions: int
+    labels: bool
+    overrides: Sequence[str]
+    plugins: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -82,46 +99,32 @@ class Distillation:
         )
 
 
-@shows_progress
 def distill(
-    teacher: Encoder | StrPath,
-    photos: StrPath,
-    output: StrPath,
+    teacher: StrPath,
+    photos: Path,
+    output: Path,
+    student: Student,
     *,
-    run: StrPath,
-    student: str = "core.convnet",
-    labels: bool = False,
-    dimensions: int = DIMENSIONS,
-    epochs: int = 20,
-    overrides: Sequence[str] = (),
-    plugins: Sequence[str] = (),
-    resume: bool = False,
-    replace: bool = False,
-    progress: Progress = True,
-    report: Callable[[str], None] = lambda line: None,
+    run: Path,
+    resume: bool,
+    replace: bool,
+    report: Callable[[str], None],
 ) -> Distillation:
     """Train a student on photos that the teacher has embedded, and write its bundle.
 
-    A projection reduces the teacher's embeddings to `dimensions` and changes their inner products
-    as little as possible. The student learns these embeddings and their relations
+    A projection reduces the teacher's embeddings to the student's dimension and changes their inner
+    products as little as possible. The student learns these embeddings and their relations
     (`core.distillation`), so it needs no labels. 5 % of the photos, at most 1,000, are held out to
     measure the agreement.
 
     Args:
-        teacher: the large model: a bundle, a run, the name of a backbone, or an `Encoder`.
+        teacher: the large model: a bundle, a run, or the name of a backbone.
         photos: a folder of photos; photos that cannot be read are skipped and logged.
         output: folder of the student's bundle.
+        student: the model to train.
         run: working folder for `photos.csv`, the teacher's embeddings and the training run.
-        student: the student's backbone.
-        labels: whether the student also learns from labels, which are the names of the photos'
-            folders.
-        dimensions: dimension of the student's embeddings; the teacher's dimension if that is less.
-        epochs: number of epochs.
-        overrides: changes to the recipe, such as `"backbone.size=96"`.
-        plugins: further plugin files or modules.
         resume: whether to continue in `run` and reuse the teacher's embeddings in it.
         replace: whether to replace an existing run and bundle.
-        progress: True shows a bar, False nothing; a function is called with (what, done, total).
         report: called with one line per epoch.
 
     Raises:
@@ -129,28 +132,26 @@ def distill(
         RecipeError: an override does not fit the recipe.
         BundleError: `output` exists, or torch and ONNX Runtime disagree.
     """
-    work = Path(run)
-    target = Path(output)
-    refuse_existing(target, replace)
-    if not isinstance(teacher, Encoder):
-        teacher = _encoder(teacher, plugins)
-    files, classes = _photos(Path(photos), labels)
-    if isinstance(teacher, BundleEncoder):
-        name = teacher.bundle.sha256
+    refuse_existing(output, replace)
+    encoder = _encoder(teacher, student.plugins)
+    files, classes = _photos(photos, student.labels)
+    if isinstance(encoder, BundleEncoder):
+        name = encoder.bundle.sha256
     else:
-        name = repr(teacher)
+        name = repr(encoder)
     training, held_out = _divided(len(files))
-    width = min(dimensions, teacher.encode(files[0], progress=False).shape[1])
+    width = min(student.dimensions, encoder.encode(files[0], progress=False).shape[1])
     # an override may be wrong, so check the recipe before the teacher works for hours
     recipe = read_recipe(
-        _recipe(work, student, width, epochs, len(training), labels), overrides, plugins
+        _recipe(run, student, width, len(training)), student.overrides, student.plugins
     )
     plan = {"photos": files_identity(files), "teacher": name}
-    _begin(work, plan, resume=resume, replace=replace)
-    vectors = _embeddings(work / "embeddings", teacher, files)
+    _begin(run, plan, resume=resume, replace=replace)
+    vectors = _embeddings(run / "embeddings", encoder, files)
+    # fitted on the training photos alone, so that the agreement on the others is honest
     reduced = _unit(vectors @ _basis(vectors[training], width))
     ids = np.unique(classes, return_inverse=True)[1].astype(np.int64)
-    with whole_file(work / "teacher.npz", DataError) as path, path.open("wb") as file:
+    with whole_file(run / "teacher.npz", DataError) as path, path.open("wb") as file:
         np.savez(file, vectors=reduced[training], classes=ids[training])
     sides = np.full(len(files), "train")
     sides[held_out] = "test"
@@ -159,16 +160,17 @@ def distill(
         classes = _no_classes(len(files))
     rows = zip(map(str, files), classes, sides.tolist(), strict=True)
     table = csv_text([("path", "label", "split"), *rows])
-    write_text(work / "photos.csv", table, DataError)
-    trained = train_run(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
-    bundle = export(trained, target, replace=replace, progress=progress)
+    write_text(run / "photos.csv", table, DataError)
+    folder = run / "run"
+    trained = train_run(folder, recipe, resume=resume and is_run(folder), report=report)
+    bundle = export(trained, output, replace=replace)
     test_files = [files[i] for i in held_out]
     student_vectors, student_speed = _timed(bundle, test_files)
-    _, teacher_speed = _timed(teacher, test_files[:_TIMED])
+    _, teacher_speed = _timed(encoder, test_files[:_TIMED])
     student_vectors = _unit(student_vectors)
     return Distillation(
-        bundle=target,
-        run=work / "run",
+        bundle=output,
+        run=folder,
         trained=len(training),
         held_out=len(held_out),
         cosine=float((student_vectors * reduced[held_out]).sum(1).mean()),
@@ -193,6 +195,7 @@ def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
     With `labels`, a photo's class is the name of its folder; otherwise the classes mean nothing.
     """
     images = [file.absolute() for file in find_images(folder).images]
+    # photos.csv is UTF-8, which other names do not survive
     texts = [file for file in images if valid_text(str(file)) == str(file)]
     if skipped := len(images) - len(texts):
         log.warning("%s: the paths of %d photos are not UTF-8; they are left out.", folder, skipped)
@@ -203,7 +206,11 @@ def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
             f" embeddings. Name a folder with at least {_FEWEST_PHOTOS} photos, better with"
             " thousands; they need no labels."
         )
-    return files, [file.parent.name for file in files] if labels else _no_classes(len(files))
+    if labels:
+        classes = [file.parent.name for file in files]
+    else:
+        classes = _no_classes(len(files))
+    return files, classes
 
 
 def _no_classes(count: int) -> list[str]:
@@ -254,12 +261,12 @@ def _embeddings(folder: Path, teacher: Encoder, files: Sequence[Path]) -> Embedd
     """Return the teacher's embeddings (N, D); blocks in `folder` are reused."""
     blocks = []
     for start in range(0, len(files), _BLOCK):
-        kept = folder / f"{start:09}.npy"
-        if not kept.is_file():
+        block = folder / f"{start:09}.npy"
+        if not block.is_file():
             vectors = teacher.encode(list(files[start : start + _BLOCK]))
-            with whole_file(kept, DataError) as temporary, temporary.open("wb") as file:
+            with whole_file(block, DataError) as temporary, temporary.open("wb") as file:
                 np.save(file, vectors)
-        blocks.append(np.load(kept, allow_pickle=False))
+        blocks.append(np.load(block, allow_pickle=False))
     return np.concatenate(blocks)
 
 
@@ -279,17 +286,15 @@ def _unit(vectors: Floats32) -> Embeddings:
     return unit
 
 
-def _recipe(
-    work: Path, student: str, dimensions: int, epochs: int, photos: int, labels: bool
-) -> Mapping[str, Any]:
+def _recipe(work: Path, student: Student, dimensions: int, photos: int) -> Mapping[str, Any]:
     loss: dict[str, Any] = {"name": "core.distillation", "teacher": str(work / "teacher.npz")}
-    if labels:
+    if student.labels:
         loss["loss"] = "pml.multi_similarity"
     return {
         "name": work.name,
         "data": {"name": "core.csv", "manifest": str(work / "photos.csv")},
         "split": {"validation": 0.0},
-        "backbone": {"name": student, **_STUDENT.get(student, {})},
+        "backbone": {"name": student.backbone, **_STUDENT.get(student.backbone, {})},
         "head": {"embedding_size": dimensions},
         # both views of a photo have the same target, the teacher's embedding of the whole photo
         "augmentation": {"crop_scale": [0.7, 1.0], "views": 2, "positives": "item"},
@@ -297,13 +302,14 @@ def _recipe(
         "loss": loss,
         "optimizer": {"lr": 2e-3},
         "schedule": {"name": "cosine", "warmup": 0.05},
-        "train": {"epochs": epochs},
+        "train": {"epochs": _EPOCHS},
     }
 
 
 def _timed(encoder: Encoder, files: Sequence[Path]) -> tuple[Embeddings, float]:
     """Return the embeddings of photos, and the number of photos per second."""
-    encoder.encode(list(files[:2]), progress=False)  # the first call starts threads
+    # the first call starts threads
+    encoder.encode(list(files[:2]), progress=False)
     began = time.perf_counter()
     vectors = encoder.encode(list(files), progress=False)
     return vectors, len(files) / (time.perf_counter() - began)

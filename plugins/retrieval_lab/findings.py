@@ -85,14 +85,14 @@ class Findings:
     @property
     def clean(self) -> bool:
         """True if no problems were found."""
-        return not (
-            self.broken or self.few_levels or self.same or self.near or self.lone or self.spelt
-        )
+        return not any(self.counts().values())
 
     def leaks(self, alike: Alike) -> bool:
         """Return whether items lie on different sides; query and gallery count as one side."""
         sides = {self.subjects[i].side for i in alike.items} - {""}
-        return len({"test" if side in _TEST_ROLES else side for side in sides}) > 1
+        # nothing is trained on a query or on the gallery, so these two may share items
+        sides = {"test" if side in _TEST_ROLES else side for side in sides}
+        return len(sides) > 1
 
     def contradicts(self, alike: Alike) -> bool:
         """Return whether items have different labels; items without a label do not count."""
@@ -119,15 +119,15 @@ class Findings:
 
     def counts(self) -> dict[str, int]:
         """Return the number of problems of each kind."""
-        every = [*self.same, *self.near]
+        alike = [*self.same, *self.near]
         return {
             "broken": len(self.broken),
             "few_levels": len(self.few_levels),
             "same": len(self.same),
-            "items_too_many": sum(len(alike.items) - 1 for alike in self.same),
+            "items_too_many": sum(len(group.items) - 1 for group in self.same),
             "near": len(self.near),
-            "leaks": sum(map(self.leaks, every)),
-            "label_errors": sum(map(self.contradicts, every)),
+            "leaks": sum(map(self.leaks, alike)),
+            "label_errors": sum(map(self.contradicts, alike)),
             "labels_of_one_item": len(self.lone),
             "labels_spelt_alike": len(self.spelt),
         }
@@ -140,18 +140,16 @@ class Findings:
         for by in get_args(By):
             group = [alike for alike in (*self.same, *self.near) if alike.by == by]
             group.sort(key=lambda x: (-self.leaks(x) - self.contradicts(x), x.distance))
-            leaks = sum(map(self.leaks, group))
-            labels = sum(map(self.contradicts, group))
+            about = ""
+            marks = []
             if by in self.within:
                 about = f" (within {self.within[by]:.3g})"
-            else:
-                about = ""
-            if leaks:
-                marks = [f"{leaks:,} across the split"]
-            else:
-                marks = []
-            marks += [f"{labels:,} with different labels"] if labels else []
-            about += f", {' and '.join(marks)}" if marks else ""
+            if leaks := sum(map(self.leaks, group)):
+                marks.append(f"{leaks:,} across the split")
+            if labels := sum(map(self.contradicts, group)):
+                marks.append(f"{labels:,} with different labels")
+            if marks:
+                about += f", {' and '.join(marks)}"
             lines += _part(by, list(map(self._line, group)), shown, about)
         lines += _part("lone", self.lone, shown)
         lines += _part("spelt", [" / ".join(map(repr, labels)) for labels in self.spelt], shown)
@@ -159,7 +157,9 @@ class Findings:
             lines.append(
                 "There are more pairs than can be listed. Choose a smaller distance (within)."
             )
-        return "\n".join([*lines, *(["No problems found."] if self.clean else [])])
+        if self.clean:
+            lines.append("No problems found.")
+        return "\n".join(lines)
 
     def _head(self) -> str:
         sides = Counter(subject.side for subject in self.subjects if subject.side)
@@ -174,12 +174,13 @@ class Findings:
         return {subject.label for subject in self.subjects if subject.label is not None}
 
     def _line(self, alike: Alike) -> str:
+        parts = []
         if self.leaks(alike):
-            parts = ["LEAK"]
-        else:
-            parts = []
-        parts += ["LABEL"] if self.contradicts(alike) else []
-        parts += [f"{alike.distance:.3f}"] if alike.by in self.within else []
+            parts.append("LEAK")
+        if self.contradicts(alike):
+            parts.append("LABEL")
+        if alike.by in self.within:
+            parts.append(f"{alike.distance:.3f}")
         for i in alike.items[:_NAMED]:
             subject = self.subjects[i]
             about = ", ".join(part for part in (subject.side, subject.label) if part)
@@ -231,12 +232,16 @@ def _part(kind: str, lines: Sequence[str], shown: int, about: str = "") -> list[
     """Return a heading with the number of lines, then the first lines; `[]` without lines."""
     if not lines:
         return []
-    if len(lines) > shown:
-        more = [f"  … and {len(lines) - shown:,} more"]
+    singular, plural = _TITLES[kind]
+    if len(lines) == 1:
+        title = singular
     else:
-        more = []
-    head = f"{len(lines):,} {_TITLES[kind][len(lines) > 1]}{about}:"
-    return [head, *(f"  {one_line(line)}" for line in lines[:shown]), *more]
+        title = plural
+    part = [f"{len(lines):,} {title}{about}:"]
+    part += [f"  {one_line(line)}" for line in lines[:shown]]
+    if len(lines) > shown:
+        part.append(f"  … and {len(lines) - shown:,} more")
+    return part
 
 
 def lone_labels(subjects: Sequence[Subject]) -> list[str]:
@@ -251,5 +256,6 @@ def spelt_alike(subjects: Sequence[Subject]) -> list[tuple[str, ...]]:
     for label in dict.fromkeys(subject.label for subject in subjects if subject.label is not None):
         text = " ".join(unicodedata.normalize("NFKC", label).casefold().split())
         number = text.isascii() and re.fullmatch(r"[+-]?[0-9]+(\.[0-9]+)?", text)
+        # equal decimals hash alike, so that 1, 1.0 and 01 share a group
         groups[Decimal(text) if number else text].append(label)
     return [tuple(labels) for labels in groups.values() if len(labels) > 1]

@@ -147,17 +147,16 @@ def propose(
             f"{folder / existing[0]}.toml exists already. Replace it with --replace, or name"
             " another folder with --output."
         )
-    proposed = {
-        name: Proposed(
-            folder / f"{name}.toml", summary, expected_seconds(read_recipe(tomllib.loads(text)))
-        )
-        for name, (summary, text) in texts.items()
-    }
+    # every recipe is timed before any is written, so that a fault leaves no half of a proposal
+    proposed = []
+    for name, (summary, text) in texts.items():
+        seconds = expected_seconds(read_recipe(tomllib.loads(text)))
+        proposed.append(Proposed(folder / f"{name}.toml", summary, seconds))
     make_folder(folder)
-    for name, recipe in proposed.items():
+    for recipe, (_, text) in zip(proposed, texts.values(), strict=True):
         first = f"# {recipe.summary}; about {duration(recipe.seconds)} on this machine.\n"
-        write_text(recipe.path, first + texts[name][1], DataError)
-    return Proposal(facts, tuple(proposed.values()), pretrained)
+        write_text(recipe.path, first + text, DataError)
+    return Proposal(facts, tuple(proposed), pretrained)
 
 
 def look(folder: Path) -> Facts:
@@ -170,11 +169,9 @@ def look(folder: Path) -> Facts:
     assert dataset.files is not None
     counts = np.unique(np.asarray(dataset.labels), return_counts=True)[1]
     images = [decode(dataset.files[i]) for i in spread(len(dataset.files), _SAMPLE)]
-    compared = len(dataset.labels) <= _MOST_COMPARED
-    if compared:
+    duplicates = None
+    if len(dataset.labels) <= _MOST_COMPARED:
         duplicates = check_data(folder).counts()["label_errors"]
-    else:
-        duplicates = None
     return Facts(
         folder,
         len(dataset.labels),
@@ -201,27 +198,30 @@ def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
     text = files(__package__).joinpath("proposal.toml").read_text(encoding="utf-8")
     template = Environment(trim_blocks=True, undefined=StrictUndefined).from_string(text)
     holds_out = facts.divided or facts.classes >= _MANY_CLASSES
-    size, depth = (64, 4) if facts.side >= 64 else (32, 3)
-    return {
-        name: (
-            _SUMMARIES[name],
-            template.render(
-                name=name,
-                facts=facts,
-                folder=toml_value(str(facts.folder)),
-                few_classes=facts.classes < _MANY_CLASSES,
-                validation_by="class" if facts.classes >= _MANY_VALIDATION_CLASSES else "item",
-                classes=max(2, min(32, int(facts.classes * (0.5 if holds_out else 1)))),
-                items=max(2, min(4, facts.per_class[1])),
-                size=size,
-                depth=depth,
-                # On a CPU, bf16 slows down EfficientNet-Lite0's depthwise convolutions.
-                gpu=torch.cuda.is_available(),
-                bf16=has_bf16(on_cpu=not torch.cuda.is_available()),
-            ),
+    # the test side holds out half of the classes, which no batch can then have
+    if holds_out:
+        trained = facts.classes // 2
+    else:
+        trained = facts.classes
+    has_gpu = torch.cuda.is_available()
+    recipes = {}
+    for name in names:
+        text = template.render(
+            name=name,
+            facts=facts,
+            folder=toml_value(str(facts.folder)),
+            few_classes=facts.classes < _MANY_CLASSES,
+            validation_by="class" if facts.classes >= _MANY_VALIDATION_CLASSES else "item",
+            classes=max(2, min(32, trained)),
+            items=max(2, min(4, facts.per_class[1])),
+            size=64 if facts.side >= 64 else 32,
+            depth=4 if facts.side >= 64 else 3,
+            # On a CPU, bf16 slows down EfficientNet-Lite0's depthwise convolutions.
+            gpu=has_gpu,
+            bf16=has_bf16(on_cpu=not has_gpu),
         )
-        for name in names
-    }
+        recipes[name] = (_SUMMARIES[name], text)
+    return recipes
 
 
 def expected_seconds(recipe: Recipe) -> float:
@@ -253,6 +253,7 @@ def expected_seconds(recipe: Recipe) -> float:
                 began = time.perf_counter()
             step.backward(step.losses(inputs.to(device), labels.to(device)))
             seconds.append(time.perf_counter() - began)
+        # the slower batch includes what happens once, such as allocating memory
         total += min(seconds) * len(batches) * phase.epochs
     if recipe.from_features(0):
         began = time.perf_counter()

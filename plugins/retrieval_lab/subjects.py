@@ -71,31 +71,28 @@ def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
         content = read_image(item.path, limits, item.name)
         return checksum(content), decode(content, limits, item.name)
 
-    return Subjects(
-        [
-            subject
-            for source, name in zip(sources, named, strict=True)
-            for subject in _subjects(source, Path(name), name if len(named) > 1 else "")
-        ],
-        "features" if vectors else "image",
-        [note for source in sources for note in source.left_out],
-        open_item,
-    )
+    subjects: list[Subject] = []
+    notes: list[str] = []
+    for source, name in zip(sources, named, strict=True):
+        subjects += _subjects(source, Path(name), name if len(named) > 1 else "")
+        notes += source.left_out
+    return Subjects(subjects, "features" if vectors else "image", notes, open_item)
 
 
 def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
     """Return the items of a dataset, with their sides."""
     sides = [""] * len(dataset)
-    for side, items in (
-        ("train", splits.train),
-        ("validation", splits.validation),
-        ("test" if splits.gallery is None else "query", splits.query),
-        ("gallery", splits.gallery),
-    ):
-        for item in () if items is None else items.tolist():
+    items_by_side = {"train": splits.train, "validation": splits.validation}
+    if splits.gallery is None:
+        items_by_side["test"] = splits.query
+    else:
+        items_by_side |= {"query": splits.query, "gallery": splits.gallery}
+    for side, items in items_by_side.items():
+        for item in items.tolist():
             sides[item] = side
     # If several items share a file, its bytes do not identify an item.
-    if getattr(dataset, "boxes", None) is not None:
+    has_boxes = getattr(dataset, "boxes", None) is not None
+    if has_boxes:
         files = None
     else:
         files = dataset.files
@@ -108,34 +105,31 @@ def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
             return None, item
         return checksum(read_image(files[row], Limits(), os.fspath(files[row]))), item
 
-    return Subjects(
-        [
-            Subject(key, splits.classes[label], side)
-            for key, label, side in zip(dataset.keys, splits.labels.tolist(), sides, strict=True)
-        ],
-        dataset.kind,
-        [*splits.notes, *dataset.notes],
-        open_item,
-    )
+    rows = zip(dataset.keys, splits.labels.tolist(), sides, strict=True)
+    subjects = [Subject(key, splits.classes[label], side) for key, label, side in rows]
+    return Subjects(subjects, dataset.kind, [*splits.notes, *dataset.notes], open_item)
 
 
 def _subjects(sources: Sources, named: Path, side: str) -> Iterator[Subject]:
     inside = [_inside(item, named) for item in sources.items]
     by_folder = not side and all(len(p) > 2 and p[0].lower() in SIDES for p in inside)
     for item, parts in zip(sources.items, inside, strict=True):
-        if item.row is not None:
-            name = item.key
-        else:
+        # a row of a table of vectors has no file, so its key names it
+        if item.row is None:
             name = item.name
+        else:
+            name = item.key
         if parts:
             name = str(named.joinpath(*parts))
         if by_folder:
             split, role = SIDES[parts[0].lower()]
             yield Subject(name, parts[1], role or split)
         else:
-            split, role = (str(item.metadata.get(x) or "").lower() for x in ("split", "role"))
-            own_side, own_role = SIDES.get(split, (split, ""))
-            yield Subject(name, item.label, side or role or own_role or own_side)
+            split = str(item.metadata.get("split") or "").lower()
+            role = str(item.metadata.get("role") or "").lower()
+            # a word such as "query" in the column of splits names a role too
+            split_side, split_role = SIDES.get(split, (split, ""))
+            yield Subject(name, item.label, side or role or split_role or split_side)
 
 
 def _inside(item: Source, folder: Path) -> tuple[str, ...]:

@@ -106,12 +106,12 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     random = np.random.default_rng(0)
     names = class_names(run, label_column)
     query, gallery = items_of(run, "test")
-    encoded = ItemCodes(run, device_of(run))
-    codes = encoded(query)
+    encode = ItemCodes(run, device_of(run))
+    codes = encode(query)
     if gallery is None:
         gallery_codes = None
     else:
-        gallery_codes = encoded(gallery)
+        gallery_codes = encode(gallery)
     run.model.to("cpu")
     table = run.recipe.evaluate
     combiner = run.model.combiner
@@ -132,23 +132,24 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
         )
         relevance = arguments.get("relevance")
         values, relevant = query_values(search, query_class, item_class, relevance, chosen)
-        places = np.flatnonzero(relevant > 0)
+        answerable = np.flatnonzero(relevant > 0)
         for name, column in values.items():
-            columns[name].append(column[places])
-        classes.append(query_class[places])
+            columns[name].append(column[answerable])
+        classes.append(query_class[answerable])
         if len(classes) == 1:
-            first = items, searched, relevance, places, *search.first(places)
-    items, searched, relevance, places, rows, distances = first
-    if not len(places):
+            first = items, searched, relevance, answerable, *search.first(answerable)
+    items, searched, relevance, answerable, rows, distances = first
+    if not len(answerable):
         raise DataError(f"{run.path}: no test item has a relevant item that it may find.")
-    grades = (rows >= 0) & (labels[searched[rows]] == labels[items[places], None])
+    queries = items[answerable]
+    grades = (rows >= 0) & (labels[searched[rows]] == labels[queries, None])
     match = 1.0
     if relevance is not None:
-        grades = _grades(relevance, places, rows)
+        grades = _grades(relevance, answerable, rows)
         match = relevance.match
     return Measured(
         run=run,
-        query=items[places],
+        query=queries,
         gallery=len(searched),
         neighbours=np.where(rows >= 0, searched[rows], -1),
         distances=distances.astype(np.float64),
@@ -171,12 +172,13 @@ def class_names(run: Run, column: str | None) -> list[str]:
     if column is None:
         return names
     rows = run.dataset.metadata or []
-    known = sorted({str(name) for row in rows for name in row})
-    if column not in known:
+    columns = sorted({str(name) for row in rows for name in row})
+    if column not in columns:
         raise DataError(
             f"label_column {column}: the items of {run.path} have no such column of metadata"
-            f" (they have: {', '.join(known) or 'none'}).{did_you_mean(column, known)}"
+            f" (they have: {', '.join(columns) or 'none'}).{did_you_mean(column, columns)}"
         )
+    # backwards, so that the first item of a class has the last word
     for item in reversed(range(len(rows))):
         if (value := rows[item].get(column)) is not None:
             names[int(run.splits.labels[item])] = str(value)
@@ -185,11 +187,13 @@ def class_names(run: Run, column: str | None) -> list[str]:
 
 def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats64:
     """Return the grades (Q, k) of results `rows` for the queries `chosen`; 0 for row −1."""
-    blocks = np.split(np.arange(len(chosen)), range(BLOCK, len(chosen), BLOCK))
-    grades = [
-        np.take_along_axis(relevance(chosen[part]), np.maximum(rows[part], 0), 1) for part in blocks
-    ]
-    return np.where(rows >= 0, np.concatenate(grades), 0.0)
+    grades = np.zeros(rows.shape)
+    for start in range(0, len(chosen), BLOCK):
+        part = slice(start, start + BLOCK)
+        of_all_items = relevance(chosen[part])
+        grades[part] = np.take_along_axis(of_all_items, np.maximum(rows[part], 0), 1)
+    grades[rows < 0] = 0.0
+    return grades
 
 
 def interval(
@@ -200,9 +204,9 @@ def interval(
     For a single class, the interval is the mean itself. Source: Field & Welsh, "Bootstrapping
     clustered data", JRSS B 69, 2007.
     """
-    _, place = np.unique(classes, return_inverse=True)
-    sums = np.bincount(place, values)
-    counts = np.bincount(place)
+    _, number = np.unique(classes, return_inverse=True)
+    sums = np.bincount(number, values)
+    counts = np.bincount(number)
     means = []
     for _ in range(100):  # ten draws at once, as there may be many classes
         drawn = random.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=10)
@@ -230,21 +234,20 @@ def _pairs(
     rows = np.array(sorted(chosen[:sample]))
     part = codes[rows]
     with torch.inference_mode():
-        blocks = [
-            run.model.distances(part[i : i + 64], part).double().numpy()
-            for i in range(0, len(part), 64)
-        ]
-    matrix: Any = np.concatenate(blocks)
+        starts = range(0, len(part), 64)
+        blocks = [run.model.distances(part[start : start + 64], part) for start in starts]
+    matrix: Any = torch.cat(blocks).double().numpy()
     # a combiner's distance may depend on the order of two items, but t-SNE needs symmetry
     matrix = np.maximum((matrix + matrix.T) / 2, 0.0)
     first, second = np.triu_indices(len(rows), 1)
-    own = labels[rows]
+    sample_classes = labels[rows]
     arguments = Protocol(run, items[rows], None).arguments(items[rows], None)
     if (exclude := arguments.get("exclude")) is not None:
-        visible = exclude.hidden(own, own).visible(first, second[:, None])[:, 0]
+        hidden = exclude.hidden(sample_classes, sample_classes)
+        visible = hidden.visible(first, second[:, None])[:, 0]
         first = first[visible]
         second = second[visible]
-    same = own[first] == own[second]
+    same = sample_classes[first] == sample_classes[second]
     if (relevance := arguments.get("relevance")) is not None:
         same = relevance(np.arange(len(rows)))[first, second] >= relevance.match
     return Pairs(items[rows], part, matrix, first, second, matrix[first, second], same)
@@ -264,16 +267,17 @@ def confusion_matrix(
         return None
     mistakes = np.bincount(true[true != nearest], minlength=len(measured.names))
     classes = np.unique(true)
-    kept = np.sort(classes[np.argsort(-mistakes[classes], kind="stable")][:most])
-    place = np.full(len(measured.names), len(kept))
-    place[kept] = np.arange(len(kept))
-    counts = np.zeros((len(kept) + 1, len(kept) + 1), np.int64)
-    np.add.at(counts, (place[true], place[nearest]), 1)
-    names = [measured.names[label] for label in kept]
+    worst = classes[np.argsort(-mistakes[classes], kind="stable")][:most]
+    shown = np.sort(worst)
+    # all other classes share the last row and the last column
+    number = np.full(len(measured.names), len(shown))
+    number[shown] = np.arange(len(shown))
+    counts = np.zeros((len(shown) + 1, len(shown) + 1), np.int64)
+    np.add.at(counts, (number[true], number[nearest]), 1)
+    names = [measured.names[label] for label in shown]
+    columns = names
     if counts[:-1, -1].any():
         columns = [*names, "other classes"]
-    else:
-        columns = names
     return names, columns, counts[:-1, : len(columns)].tolist(), len(classes)
 
 
@@ -299,8 +303,8 @@ def hardest(
     pairs = measured.pairs
 
     def listed(mask: Bools, sign: int) -> list[tuple[int, int, float]]:
-        places = np.flatnonzero(mask)
-        order = places[np.argsort(sign * pairs.distance[places], kind="stable")][:most]
+        rows = np.flatnonzero(mask)
+        order = rows[np.argsort(sign * pairs.distance[rows], kind="stable")][:most]
         first = pairs.items[pairs.first[order]]
         second = pairs.items[pairs.second[order]]
         columns = (first.tolist(), second.tolist(), pairs.distance[order].tolist())
@@ -319,13 +323,15 @@ def thresholds(pairs: Pairs) -> list[tuple[str, float, float, float]]:
         return []
     roc = roc_curve(pairs.distance, pairs.same)
     different = int((~pairs.same).sum())
-    places = [("equal error rate", int(np.argmin(np.abs(roc.far + roc.tar - 1)[1:])) + 1)]
+    # the curve's first threshold is −∞, which is no threshold for a user
+    gaps = np.abs(roc.far + roc.tar - 1)[1:]
+    points = {"equal error rate": int(np.argmin(gaps)) + 1}
     for rate in (0.1, 0.01, 0.001):
+        # fewer different pairs cannot show so small a rate
         if different * rate >= 1:
-            places.append(
-                (f"FAR of {100 * rate:g} % at most", int(np.flatnonzero(roc.far <= rate)[-1]))
-            )
-    return [
-        (name, float(roc.threshold[i]), float(roc.far[i]), float(1 - roc.tar[i]))
-        for name, i in places
-    ]
+            points[f"FAR of {100 * rate:g} % at most"] = int(np.flatnonzero(roc.far <= rate)[-1])
+    rows = []
+    for name, point in points.items():
+        threshold = float(roc.threshold[point])
+        rows.append((name, threshold, float(roc.far[point]), float(1 - roc.tar[point])))
+    return rows

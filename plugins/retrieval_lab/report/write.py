@@ -222,11 +222,11 @@ class Section:
         items = pairs.items.tolist()
         names = [self.measured.name(item) for item in items]
         classes = sorted(Counter(names).items(), key=lambda entry: natural(entry[0]))
+        # multiples of the golden angle are far apart on the colour wheel, however many there are
         hues = {label: f"{number * 137.5 % 360:.0f}" for number, (label, _) in enumerate(classes)}
-        dots = [
-            (f"{100 * x:.2f}", f"{100 * y:.2f}", hues[label])
-            for (x, y), label in zip(positions, names, strict=True)
-        ]
+        dots = []
+        for (x, y), label in zip(positions, names, strict=True):
+            dots.append((f"{100 * x:.2f}", f"{100 * y:.2f}", hues[label]))
         matrix = pairs.matrix + np.diag(np.full(len(items), np.inf))
         near = np.argsort(matrix, axis=1, kind="stable")[:, : min(NEAR, len(items) - 1)]
         apart = np.take_along_axis(matrix, near, 1)
@@ -247,14 +247,15 @@ def page(sections: Sequence[Section]) -> str:
     template, style, script = (
         (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
     )
+    # labels, keys and recipes are other people's text, so all of it is escaped
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     environment.filters["data_uri"] = data_uri
     environment.filters["operating_point"] = _operating_point
     names = list(dict.fromkeys(name for section in sections for name in section.measured.intervals))
-    rows: list[Any] = [
-        [section.name, *(_interval(section.measured.intervals.get(metric)) for metric in names)]
-        for section in sections
-    ]
+    rows: list[list[Any]] = []
+    for section in sections:
+        intervals = section.measured.intervals
+        rows.append([section.name, *(_interval(intervals.get(name)) for name in names)])
     return environment.from_string(template).render(
         runs=sections,
         head=["run", *map(metric_title, names)],
@@ -311,15 +312,19 @@ def compared(sections: Sequence[Section]) -> list[list[tuple[Section, int]]] | N
     )
     if not same or len(runs) < 2:
         return None
-    places_of = [{item: i for i, item in enumerate(s.measured.query.tolist())} for s in sections]
-    shared = [item for item in places_of[0] if all(item in places for places in places_of)]
-    lines = [
-        [(s, places[item]) for s, places in zip(sections, places_of, strict=True)]
-        for item in shared
-    ]
+    # an item may lie at another position in each run, or be no query there
+    positions = []
+    for section in sections:
+        queries = section.measured.query.tolist()
+        positions.append({item: position for position, item in enumerate(queries)})
+    lines = []
+    for item in positions[0]:
+        if all(item in positions_of_run for positions_of_run in positions):
+            lines.append([(s, at[item]) for s, at in zip(sections, positions, strict=True)])
 
     def spread(line: list[tuple[Section, int]]) -> float:
-        return float(np.ptp([s.measured.metrics["map_at_r"][place] for s, place in line]))
+        values = [section.measured.metrics["map_at_r"][position] for section, position in line]
+        return float(np.ptp(values))
 
     return sorted(lines, key=spread, reverse=True)[:SHEET]
 
@@ -362,6 +367,7 @@ class Thumbnails:
         with suppress(DataError):
             image = small_image(self.dataset[item], SIDE)
             out = io.BytesIO()
+            # a tiny image is smaller as PNG, and JPEG would blur its few pixels
             if max(image.size) <= 32:
                 kind = "png"
             else:
