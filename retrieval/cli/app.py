@@ -106,6 +106,7 @@ class App(Group):
 
         if self._loaded:
             return
+        # set first, so that a broken plugin is reported once, not at every look-up of a command
         self._loaded = True
         # Ours first: their commands are there whatever another distribution's plugin does.
         for bundled in (True, False):
@@ -178,22 +179,22 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _leave("Interrupted.", 130)
-    except BrokenPipeError:
+    except BrokenPipeError:  # an OSError, so it comes before these
         # the reader (`head`, a pager) has quit; discard the buffered output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except ModuleNotFoundError as error:
+        # a missing module of our own is our mistake, which needs its traceback
         if (error.name or "").startswith("retrieval"):
             raise
         _leave(f"Error: this command needs {error.name}, {how_to_have(error.name or '')}", 2)
     except OSError as error:
         if not error.strerror:
             raise
+        subject = "a file or connection failed"
         if error.filename:
-            what = f"{error.filename} cannot be used"
-        else:
-            what = "a file or connection failed"
-        _leave(f"Error: {what}: {error.strerror}.", 2)
+            subject = f"{error.filename} cannot be used"
+        _leave(f"Error: {subject}: {error.strerror}.", 2)
 
 
 def _leave(sentence: str, exit_code: int) -> None:

@@ -48,11 +48,11 @@ class SizeParameter(click.ParamType):  # type: ignore[type-arg]  # older click's
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number."""
+        # click may pass a value that is converted already
         if isinstance(value, int):
             return value
-        match = re.fullmatch(
-            r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([KMG]I?)?(B)?", str(value).strip().upper()
-        )
+        text = str(value).strip().upper()
+        match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([KMG]I?)?(B)?", text)
         if match is None or (match[3] and not self.unit):
             self.fail(f"'{value}' is not a size: write 20000000 or 20M{self.unit}.", param, ctx)
         number = round(float(re.sub("[_,]", "", match[1])) * _UNITS[match[2] or ""])
@@ -148,10 +148,10 @@ class Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command by its name."""
-        if cmd_name not in (known := self.list_commands(ctx)):
-            raise click.UsageError(
-                f"There is no command '{cmd_name}'.{did_you_mean(cmd_name, known)}", ctx
-            )
+        names = self.list_commands(ctx)
+        if cmd_name not in names:
+            hint = did_you_mean(cmd_name, names)
+            raise click.UsageError(f"There is no command '{cmd_name}'.{hint}", ctx)
         return self.commands[cmd_name]
 
 
@@ -159,7 +159,10 @@ def command(
     name: str, *examples: str, group: Any = click
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Return a decorator for a command (of a group) whose help ends with these examples."""
-    head = "Examples:" if len(examples) > 1 else "Example:"
+    if len(examples) > 1:
+        head = "Examples:"
+    else:
+        head = "Example:"
     decorator: Callable[[Callable[..., Any]], click.Command] = group.command(
         name, epilog="\n  ".join([f"\b\n{head}", *examples])
     )
@@ -182,12 +185,13 @@ def refuse_options(when: str, names: Container[str]) -> None:
     `when` ends the error message with the reason, such as "without --model".
     """
     context = click.get_current_context()
-    wrong = [
-        param.opts[0]
-        for param in context.command.params
-        if param.name in names
-        and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
-    ]
+    wrong = []
+    for param in context.command.params:
+        # a default is no mistake of the user
+        if param.name in names:
+            source = context.get_parameter_source(param.name)
+            if source is ParameterSource.COMMANDLINE:
+                wrong.append(param.opts[0])
     if wrong:
         raise click.UsageError(f"Leave {' and '.join(wrong)} out {when}.")
 
@@ -216,4 +220,5 @@ def loading() -> Iterator[None]:
 def this_command(*further: str, without: Container[str] = ()) -> str:
     """Return this process's command line for a shell, with `further` words and `without` others."""
     words = [word for word in sys.argv[1:] if word not in without]
-    return shlex.join(["retrieval", *words, *(word for word in further if word not in words)])
+    words += [word for word in further if word not in words]
+    return shlex.join(["retrieval", *words])

@@ -121,6 +121,7 @@ def _values(text: str, listed: str) -> list[Any]:
         if int(last) - int(first) >= MOST_VALUES:
             raise click.UsageError(f"{text}: a range has at most {MOST_VALUES:,} values.")
         return list(range(int(first), int(last) + 1))
+    # TOML keeps the types of numbers; bare words, such as names of losses, are no TOML
     try:
         values: list[Any] = tomllib.loads(f"values = [{listed}]")["values"]
     except (ValueError, RecursionError):

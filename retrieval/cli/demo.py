@@ -65,19 +65,18 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
     say("\n4. Indexing …")
     query_files = _write_images(run, output)
+    labels = [file.parent.name for file in query_files]
     with Index.create(
         output / "index", output / "images", model=output / "bundle", progress=False
     ) as index:
         say(f"   {len(index):,} images")
         say("\n5. Searching …")
         answers = index.search(query_files, k=NEIGHBOURS)
-        figure = neighbours(
-            index, query_files, NEIGHBOURS, labels=[file.parent.name for file in query_files]
-        )
+        figure = neighbours(index, query_files, NEIGHBOURS, labels=labels)
     right = 0
-    for file, hits in zip(query_files, answers, strict=True):
-        right += sum(hit.label == file.parent.name for hit in hits)
-        say(f"   a {file.parent.name} finds {' '.join(str(hit.label) for hit in hits)}")
+    for label, hits in zip(labels, answers, strict=True):
+        right += sum(hit.label == label for hit in hits)
+        say(f"   a {label} finds {' '.join(str(hit.label) for hit in hits)}")
     say(f"   {right} of {len(query_files) * NEIGHBOURS} right")
     with whole_file(output / "neighbours.png", DataError) as picture:
         figure.savefig(picture, dpi=110, format="png")
@@ -105,18 +104,23 @@ def _write_images(run: Run, output: Path) -> list[Path]:
 
     splits = run.splits
     _, first = np.unique(splits.labels[splits.query], return_index=True)
-    chosen = set(splits.query[first].tolist())
-    written = []
+    queries = set(splits.query[first].tolist())
+    query_files = []
     for item in splits.query.tolist():
-        side = "queries" if item in chosen else "images"
+        if item in queries:
+            side = "queries"
+        else:
+            side = "images"
         name = splits.classes[splits.labels[item]]
         file = output / side / name / f"{item:04d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         image = run.dataset[item]
-        (from_array(image) if isinstance(image, np.ndarray) else image).save(file)
-        if item in chosen:
-            written.append(file)
-    return sorted(written)
+        if isinstance(image, np.ndarray):
+            image = from_array(image)
+        image.save(file)
+        if item in queries:
+            query_files.append(file)
+    return sorted(query_files)
 
 
 @click.command()

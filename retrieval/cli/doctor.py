@@ -60,6 +60,7 @@ def examine() -> dict[str, Any]:
     faults = [fault for library in libraries for fault in _version_faults(library)]
     sees: dict[str, Any] = {}
     runs: dict[str, str] = {}
+    # each part runs in a library of which several distributions exist, for CPUs and for GPUs
     for part, module, family in (
         ("training", "torch", ("torch",)),
         ("encoder", "onnxruntime", ONNXRUNTIME),
@@ -104,10 +105,9 @@ def _libraries() -> list[dict[str, Any]]:
     for requirement in map(Requirement, requires(DISTRIBUTION) or []):
         marker = requirement.marker
         match = re.search(r'extra == "([^"]+)"', str(marker))
+        extra = ""
         if match:
             extra = match[1]
-        else:
-            extra = ""
         if extra in _DEVELOPERS or (marker and not marker.evaluate({"extra": extra})):
             continue
         name = requirement.name
@@ -123,11 +123,10 @@ def _version_faults(library: dict[str, Any]) -> list[str]:
 
     needed = Requirement(f"{library['name']}{library['needs']}")
     have = library["installed"]
+    if have is None and library["extras"]:  # nobody needs every extra
+        return []
     if have is None:
-        remedy = f"{needed.name} is missing. Install it: pip install '{needed}'"
-        if library["extras"]:
-            return []
-        return [remedy]
+        return [f"{needed.name} is missing. Install it: pip install '{needed}'"]
     if needed.specifier.contains(have, prereleases=True):
         return []
     return [
@@ -144,10 +143,12 @@ def _ask(code: str) -> dict[str, Any] | str:
     except subprocess.TimeoutExpired:
         return f"it does not answer within {_SECONDS} seconds"
     if done.returncode:
+        # a traceback ends with the reason; a crash in native code leaves none
         reasons = done.stderr.strip().splitlines()
         if reasons:
             return reasons[-1].rstrip(".")
         return f"it ends the process ({done.returncode})"
+    # libraries may print lines of their own before the answer
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -186,15 +187,17 @@ def _text(facts: dict[str, Any]) -> str:
             have = library["installed"] or "–"
             by_extra.setdefault(extra, []).append(f"{library['name']} {have}")
     lines += [f"  {extra:13} {', '.join(names)}" for extra, names in sorted(by_extra.items())]
+    cuda = ""
     if facts["driver_cuda"]:
         cuda = f" (driver for CUDA {facts['driver_cuda']} at most)"
+    lines += ["", f"Devices{cuda}"]
+    lines += [f"  {name}" for name in facts["devices"] or ["no GPU"]]
+    lines += ["", "Where work runs"]
+    lines += [f"  {part:13} {device}" for part, device in facts["runs"].items()]
+    lines.append("")
+    if facts["faults"]:
+        lines.append("To mend")
+        lines += [f"  - {fault}" for fault in facts["faults"]]
     else:
-        cuda = ""
-    lines += ["", f"Devices{cuda}", *(f"  {name}" for name in facts["devices"] or ["no GPU"])]
-    lines += [
-        "",
-        "Where work runs",
-        *(f"  {part:13} {place}" for part, place in facts["runs"].items()),
-    ]
-    faults = [f"  - {fault}" for fault in facts["faults"]]
-    return "\n".join([*lines, "", *(["To mend", *faults] if faults else ["All is well."])])
+        lines.append("All is well.")
+    return "\n".join(lines)

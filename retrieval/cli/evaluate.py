@@ -96,12 +96,10 @@ def evaluate_command(
             say(evaluation.table())
         return
     refuse_options("with a run, which has its own gallery", {"gallery"})
-    if protocol == "verification":
-        other = SEARCH
-    else:
-        other = PAIRS
+    other = SEARCH if protocol == "verification" else PAIRS
     refuse_options(f"with --protocol {protocol}", other)
     options = {name: value for name, value in options.items() if name not in other}
+    # slow to import, so that wrong options are reported first
     from retrieval.evaluation import evaluate_run, verify_run
     from retrieval.run.open import Run
 

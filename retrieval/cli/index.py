@@ -156,7 +156,7 @@ def tell(path: IndexPlace, as_json: bool, /, *lines: str, **facts: Any) -> None:
 
 def _counts(counts: Mapping[str, int]) -> list[str]:
     """Return "3 skipped" and the like for each count that is not 0."""
-    return [f"{count:,} {what}" for what, count in counts.items() if count]
+    return [f"{count:,} {description}" for description, count in counts.items() if count]
 
 
 @verb(
@@ -237,6 +237,7 @@ def create_command(
             path, folder, images, options=backend_options, plugins=extra, **settings
         )
     except KeyboardInterrupt:
+        # an address holds the index at once, a folder gets its name when the index is complete
         if not isinstance(path, Path):
             say(f"What was added is in {path}. Go on with: retrieval index add {path} …", err=True)
         elif (partial := path.with_name(f"{path.name}.partial")).exists():
@@ -273,9 +274,13 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
                 " which is exact.",
                 err=True,
             )
-    counts = {"done by an interrupted run": summary.resumed}
-    counts |= {"named twice and taken once": summary.repeated, "skipped": len(summary.skipped)}
-    notes += _counts(counts)
+    notes += _counts(
+        {
+            "done by an interrupted run": summary.resumed,
+            "named twice and taken once": summary.repeated,
+            "skipped": len(summary.skipped),
+        }
+    )
     say(*summary.left_out, err=True)
     facts = {name: value for name, value in vars(summary).items() if name != "path"}
     took = f"{summary.seconds:.1f} s ({', '.join(notes)})"
@@ -383,15 +388,15 @@ def list_command(
 def show_command(path: IndexPlace, id: str | None, as_json: bool) -> None:
     """Show a summary of INDEX, or one of its items."""
     with opened_index(path) as opened:
-        if id is None:
-            content = _summary(opened.stats())
-        else:
-            content = _item(opened, id)
+        content = _summary(opened.stats()) if id is None else _item(opened, id)
     tell(path, as_json, *map(one_line, _content_lines(content)), **content)
 
 
 def _line(item: Item) -> str:
-    details = json.dumps(dict(item.metadata), ensure_ascii=False) if item.metadata else ""
+    if item.metadata:
+        details = json.dumps(dict(item.metadata), ensure_ascii=False)
+    else:
+        details = ""
     return one_line(f"{item.id}  {item.label or ''}  {details}".rstrip())
 
 
@@ -410,11 +415,12 @@ def _content_lines(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _summary(stats: Stats) -> dict[str, Any]:
-    names = ("number", "state", "bundle", "variant")
-    generations = [
-        {name: getattr(generation, name) for name in names} | {"numbers": dict(generation.widths)}
-        for generation in stats.generations
-    ]
+    generations = []
+    for generation in stats.generations:
+        facts = {
+            name: getattr(generation, name) for name in ("number", "state", "bundle", "variant")
+        }
+        generations.append({**facts, "numbers": dict(generation.widths)})
     return {"items": stats.count, "bytes": stats.bytes, "generations": generations, **stats.details}
 
 
@@ -470,7 +476,7 @@ def check_command(path: IndexPlace, as_json: bool) -> None:
                 + "\nRestore it from a snapshot: retrieval index restore SNAPSHOT INDEX"
             )
     tell(path, as_json, f"{path} is whole.", damaged=damaged, rebuilt=rebuilt)
-    if damaged:
+    if damaged:  # with --json, the damage was printed as facts
         raise SystemExit(2)
 
 
@@ -509,10 +515,9 @@ def duplicates_command(path: IndexPlace, within: float, filter: str | None, as_j
     lines = []
     for group in groups:
         rows.append({"ids": group.ids, "largest": group.largest, "widest": group.widest})
+        chain = ""
         if group.widest > within:
             chain = f", in a chain up to {group.widest:.4f} apart"
-        else:
-            chain = ""
         ids = "  ".join(map(one_line, group.ids))
         lines.append(f"{len(group.ids)} items within {group.largest:.4f}{chain}: {ids}")
     tell(path, as_json, *lines, groups=rows)
@@ -559,17 +564,19 @@ def migrate_command(
         if bundle is not None:
             done = opened.migrate(bundle, skip_bad=skip_bad)
             facts = _migrated(done)
+            by_head = ""
             if done.from_features:
                 by_head = f", {done.from_features:,} from kept features"
-            else:
-                by_head = ""
             sentences.append(
                 f"{path}: {done.embedded:,} items embedded{by_head}; generation"
                 f" {done.generation.number} is served."
             )
         if drop_old:
             count = facts["dropped"] = opened.drop_old()
-            noun = "generation" if count == 1 else "generations"
+            if count == 1:
+                noun = "generation"
+            else:
+                noun = "generations"
             sentences.append(f"{path}: {count:,} older {noun} deleted.")
     tell(path, as_json, *sentences, **facts)
 
@@ -675,10 +682,16 @@ def embed_command(
     if as_json:
         say_json(vars(done) | {"output": str(output)})
         return
-    files = "file" if done.parts == 1 else "files"
+    if done.parts == 1:
+        files = "file"
+    else:
+        files = "files"
     notes = [f"{done.parts:,} {files}", f"batches of {done.batch_size:,}"]
     notes += _counts({"done before": done.resumed, "named twice and taken once": done.repeated})
     say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {output}")
     if done.bad:
-        noun = "item" if done.bad == 1 else "items"
+        if done.bad == 1:
+            noun = "item"
+        else:
+            noun = "items"
         say(f"{done.bad:,} {noun} could not be used; {output / 'bad.jsonl'} says why.", err=True)

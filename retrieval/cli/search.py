@@ -50,11 +50,11 @@ def search_command(
     with open_index(index, device=device, plugins=extra) as opened:
         names, encoded = encode_files(opened.bundle, queries)
         answers = opened.search(encoded, k, candidates=candidates, filter=filter)
+    pairs = list(zip(names, answers, strict=True))
     if as_json:
-        pairs = zip(names, answers, strict=True)
         say_json([{"query": name, "results": list(map(_plain, hits))} for name, hits in pairs])
     else:
-        say("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
+        say("\n\n".join(_table(name, hits) for name, hits in pairs))
 
 
 def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:

@@ -124,10 +124,12 @@ def train(
         with interruption, naming(recipe), tracking(track, checked, say):
             train_run(folder, checked, resume=resume, report=say, **options)
     except Interrupted as error:
+        # a run that was not begun has no folder to resume
         if error.begun:
             go_on = this_command("--resume", without=ONCE)
         else:
             go_on = this_command()
         raise Interrupted(f"{error} Go on with: {go_on}") from None
+    # of several processes, one speaks
     if PartialState().is_main_process:
         say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
