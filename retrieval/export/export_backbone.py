@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -28,15 +28,18 @@ from retrieval.bundle.manifest import FILE as MANIFEST
 from retrieval.data.encode import encode_images, evaluating
 from retrieval.data.stored_inputs import ITEMS
 from retrieval.errors import BundleError, DataError, RecipeError
-from retrieval.export.export_model import export_model, library_versions, refuse_existing
-from retrieval.export.variants import VariantName
+from retrieval.export.export_model import (
+    ExportOptions,
+    export_model,
+    library_versions,
+    refuse_existing,
+)
 from retrieval.host.factory import calling
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.images.decoding import decode
 from retrieval.images.image_files import find_images
 from retrieval.images.preprocessing import Preprocessing, from_array
 from retrieval.model.contracts import Backbone
-from retrieval.model.graph import TOLERANCE
 from retrieval.model.model import Model, Normalise, check_width, linear_head
 from retrieval.model.products import check_backbone
 from retrieval.recipe.read import naming
@@ -51,7 +54,9 @@ _COMPARED = 8
 
 
 def _real_path(file: Path) -> Path:
-    return file if address_of(file) else Path(os.path.realpath(file))
+    if address_of(file):
+        return file
+    return Path(os.path.realpath(file))
 
 
 class Photos:
@@ -63,15 +68,15 @@ class Photos:
 
     def __init__(self, places: Sequence[StrPath]) -> None:
         files: list[Path] = []
-        for place in map(Path, places):
-            if not exists(place):
-                raise DataError(f"{address_of(place) or place} does not exist.")
-            if not is_folder(place):
-                files.append(place)
+        for path in map(Path, places):
+            if not exists(path):
+                raise DataError(f"{address_of(path) or path} does not exist.")
+            if not is_folder(path):
+                files.append(path)
                 continue
-            below = find_images(place)
+            below = find_images(path)
             files += below.images
-            if dangling := below.dangling(place):
+            if dangling := below.dangling(path):
                 log.warning("%s", dangling)
         files = list(dict.fromkeys(_real_path(file) for file in files))
         if not files:
@@ -84,7 +89,7 @@ class Photos:
         Photos that cannot be read are skipped and logged. If none can be read, a `DataError` is
         raised.
         """
-        bad: list[str] = []
+        faults: list[str] = []
         files = self.files[:most]
 
         def read(file: Path) -> Pixels | DataError:
@@ -98,7 +103,7 @@ class Photos:
             for photo in ahead(read, files, workers=cores(), most=2 * size):
                 meter.update()
                 if isinstance(photo, DataError):
-                    bad.append(str(photo))
+                    faults.append(str(photo))
                     continue
                 batch.append(photo)
                 if len(batch) == size:
@@ -106,11 +111,11 @@ class Photos:
                     batch = []
         if batch:
             yield np.stack(batch)
-        if len(bad) == len(files):
-            raise DataError(f"None of the {len(bad):,} photos can be read. {bad[0]}")
-        if bad:
+        if len(faults) == len(files):
+            raise DataError(f"None of the {len(faults):,} photos can be read. {faults[0]}")
+        if faults:
             note = "%d of %d photos cannot be read and are skipped. The first: %s"
-            log.warning(note, len(bad), len(files), bad[0])
+            log.warning(note, len(faults), len(files), faults[0])
 
 
 def example_photos(preprocessing: Preprocessing, count: int = _CROPS) -> Pixels:
@@ -121,6 +126,7 @@ def example_photos(preprocessing: Preprocessing, count: int = _CROPS) -> Pixels:
     from sklearn.datasets import load_sample_images
 
     images = load_sample_images().images
+    # a fixed seed, so that each export, and each check of a bundle in the cache, has the same crops
     rng = np.random.default_rng(0)
     crops = []
     for number in range(count):
@@ -251,12 +257,8 @@ class BackboneEncoder(Encoder):
         whiten: Places = (),
         dimensions: int | None = None,
         photos: Places = (),
-        variants: VariantName | Sequence[VariantName] = (),
-        split: bool = False,
-        allow_drift: bool = False,
-        tolerance: float = TOLERANCE,
-        replace: bool = False,
         progress: Progress = True,
+        **options: Unpack[ExportOptions],
     ) -> BundleEncoder:
         """Write the bundle of the backbone, with optional whitening, and open it.
 
@@ -272,7 +274,8 @@ class BackboneEncoder(Encoder):
             photos: files and folders of photos that verify the bundle, by default those of
                 `whiten`. With the int8 variant, half of them calibrate that variant, and only the
                 other half verify the bundle.
-            variants, split, allow_drift, tolerance, replace, progress: see `Run.export`.
+            progress, options: see `Run.export`, whose variants, split, allow_drift, tolerance and
+                replace these are.
 
         Returns:
             The encoder of the bundle, on the CPU.
@@ -282,33 +285,24 @@ class BackboneEncoder(Encoder):
                 all alike.
             BundleError: the arguments do not fit together, or `export_model` raises it.
         """
-        refuse_existing(Path(output), replace)
+        # before the photos are read, which may take minutes
+        refuse_existing(Path(output), options.get("replace", False))
+        quantised = "int8" in options.get("variants", ())
         photos_to_fit = _photos(whiten)
         photos_to_check = _photos(photos) or photos_to_fit
         if dimensions is not None and photos_to_fit is None:
             raise BundleError(
                 "Dimensions apply only to whitened vectors: name photos for the whitening too."
             )
-        if "int8" in variants and photos_to_check is None:
+        if quantised and photos_to_check is None:
             raise BundleError(
                 "The int8 variant is calibrated on photos: name some with photos or whiten."
             )
         built = Model(self.model.backbone, nn.Identity())
         if photos_to_fit is not None:
             built.head = _whitening(built, photos_to_fit, dimensions)
-        items, calibration = _items(built, photos_to_check, "int8" in variants)
-        export_model(
-            built,
-            items,
-            Path(output),
-            name=self.name,
-            calibration=calibration,
-            variants=variants,
-            split=split,
-            allow_drift=allow_drift,
-            tolerance=tolerance,
-            replace=replace,
-        )
+        items, calibration = _items(built, photos_to_check, quantised)
+        export_model(built, items, Path(output), name=self.name, calibration=calibration, **options)
         return BundleEncoder(Bundle.open(output, device="cpu"))
 
     @contextmanager
@@ -369,18 +363,18 @@ def _photos(places: Places) -> Photos | None:
 def _whitening(model: Model, photos: Photos, dimensions: int | None) -> nn.Module:
     """Return a head that whitens the backbone's features, fitted on the features of photos."""
     assert model.preprocessing is not None
-    what = f"The backbone {type(model.backbone).__name__}"
+    subject = f"The backbone {type(model.backbone).__name__}"
     width = model.backbone.features
     most = max(1, min(MOST_PHOTOS, _FEATURE_BYTES // (4 * width)))
     parts: list[Tensor] = []
     with evaluating(model):
         for batch in photos.batches(model.preprocessing, most):
-            with calling(what):
+            with calling(subject):
                 parts.append(model.features(torch.from_numpy(batch)).float())
     features: Floats32 = torch.cat(parts).numpy()
-    check_width(features, what, width)
+    check_width(features, subject, width)
     if not np.isfinite(features).all():
-        raise DataError(f"{what} gives NaN or infinite features for these photos.")
+        raise DataError(f"{subject} gives NaN or infinite features for these photos.")
     return whitening_head(features, dimensions)
 
 

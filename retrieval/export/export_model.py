@@ -7,10 +7,11 @@ import itertools
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypedDict, Unpack, get_args
 
 import torch
 from pydantic import ValidationError
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from retrieval.base import files
 from retrieval.base.arrays import Array, Floats32
-from retrieval.base.progress import Meter, Progress, shows_progress
+from retrieval.base.progress import Meter
 from retrieval.base.runtime import ONNXRUNTIME, installed_packages
 from retrieval.base.strict_json import problems_of
 from retrieval.bundle.bundle import Bundle
@@ -102,6 +103,34 @@ def _exists_already(output: Path) -> BundleError:
     )
 
 
+class ExportOptions(TypedDict, total=False):
+    """Keyword arguments of every export; `Run.export` explains them."""
+
+    variants: VariantName | Sequence[VariantName]
+    split: bool
+    allow_drift: bool
+    tolerance: float
+    replace: bool
+
+
+@dataclass(frozen=True)
+class _Options:
+    """`ExportOptions` with their defaults."""
+
+    variants: VariantName | Sequence[VariantName] = ()
+    split: bool = False
+    allow_drift: bool = False
+    tolerance: float = TOLERANCE
+    replace: bool = False
+
+    @property
+    def names(self) -> tuple[VariantName, ...]:
+        """The names of the variants, each once."""
+        if isinstance(self.variants, str):
+            return (self.variants,)
+        return tuple(dict.fromkeys(self.variants))
+
+
 class _Export:
     """A bundle that is being built: a model's ONNX graphs, each compared with torch.
 
@@ -119,9 +148,10 @@ class _Export:
         self.items = items
         self.tolerance = tolerance
         self.step = step
-        self._module = Encoder(model).eval()
-        self.outputs = verify.torch_outputs(self._module, items)
-        verify.check_repeatable(self._module, items, self.outputs, tolerance)
+        self._encoder = Encoder(model).eval()
+        self.outputs = verify.torch_outputs(self._encoder, items)
+        # first: no graph of such a model could agree, and the exporter would be blamed
+        verify.check_repeatable(self._encoder, items, self.outputs, tolerance)
         verify.check_combiner(model, items, self.outputs)
         self.files: dict[str, bytes] = {}
         self.differences: dict[str, float] = {}
@@ -129,7 +159,7 @@ class _Export:
 
     def encoder(self) -> bytes:
         """Return the encoder's graph."""
-        return self._graph("encoder", self._module, self.items, self.outputs)
+        return self._graph("encoder", self._encoder, self.items, self.outputs)
 
     def _graph(
         self, what: str, module: Encoder, items: Array, outputs: Mapping[str, Floats32]
@@ -153,11 +183,13 @@ class _Export:
         run_head = session(second).run
 
         def run(names: list[str], feeds: dict[str, Array]) -> list[Any]:
-            return list(run_head(names, {"input": run_backbone(["features"], feeds)[0]}))
+            (features,) = run_backbone(["features"], feeds)
+            return list(run_head(names, {"input": features}))
 
+        # each half agrees with torch, but the head's rounding adds to that of the backbone
         worst = verify.compare_encoder(self.outputs, run, self.items)
         try:
-            verify.refuse_difference(worst, self._module, self.tolerance)
+            verify.refuse_difference(worst, self._encoder, self.tolerance)
         except BundleError as fault:
             raise BundleError(f"The encoder cannot be split. {fault}") from fault
         self.differences["head.onnx"] = max(worst.value, self.differences["head.onnx"])
@@ -202,12 +234,13 @@ class _Export:
         self.step(f"making the {name} variant")
         file = f"encoder_{name}.onnx"
         combiner = self.model.combiner
-        self.files[file], emulations = make_variant(name, encoder, calibration, scratch)
-        before, *afters = (
-            verify.onnx_outputs(session(graph).run, list(self.outputs), self.items)
-            for graph in (encoder, self.files[file], *emulations)
-        )
-        return measure(file, before, afters, labels, self.rescore, combiner)
+        graph, emulations = make_variant(name, encoder, calibration, scratch)
+        self.files[file] = graph
+        outputs = []
+        for content in (encoder, graph, *emulations):
+            run = session(content).run
+            outputs.append(verify.onnx_outputs(run, list(self.outputs), self.items))
+        return measure(file, outputs[0], outputs[1:], labels, self.rescore, combiner)
 
     def description(self) -> dict[str, Any]:
         """Return the manifest's entries for input, outputs and distance."""
@@ -215,6 +248,7 @@ class _Export:
         preprocessing = self.model.preprocessing
         code = self.outputs.get("code")
         vector = self.outputs["vector"]
+        # a combiner's defaults describe the Euclidean distance
         settings = combiner or Combiner
         if combiner is None:
             name = "Euclidean"
@@ -237,7 +271,6 @@ class _Export:
         }
 
 
-@shows_progress
 def export_model(
     model: Model,
     items: Array,
@@ -247,13 +280,8 @@ def export_model(
     labels: Array | None = None,
     calibration: Array | None = None,
     codes: Tensor | None = None,
-    variants: VariantName | Sequence[VariantName] = (),
-    split: bool = False,
-    allow_drift: bool = False,
-    tolerance: float = TOLERANCE,
     evaluation: Mapping[str, float] | None = None,
-    replace: bool = False,
-    progress: Progress = True,
+    **options: Unpack[ExportOptions],
 ) -> Manifest:
     """Write a bundle, and return its manifest.
 
@@ -275,7 +303,7 @@ def export_model(
         codes: (N, C) codes of real items, from which the combiner chooses the rescorer's number of
             candidates; by default the codes of `items`.
         evaluation: metrics for the manifest.
-        variants, split, allow_drift, tolerance, replace, progress: see `Run.export`.
+        options: variants, split, allow_drift, tolerance and replace; see `Run.export`.
 
     Raises:
         BundleError: `output` exists, the items do not fit the model, torch cannot export it, the
@@ -284,21 +312,25 @@ def export_model(
             left behind.
         MissingDependency: ONNX Runtime is not installed.
     """
-    names = tuple(dict.fromkeys((variants,) if isinstance(variants, str) else variants))
-    items, calibration = _checked(model, items, calibration, labels, names, split)
-    whole = not split or bool(names)
+    chosen = _Options(**options)
+    names = chosen.names
+    items, calibration = _checked(model, items, calibration, labels, chosen)
+    # variants are made of the whole encoder, which a split bundle does not keep
+    whole = not chosen.split or bool(names)
     rescored = model.combiner is not None and not model.combiner.exact
-    total = 1 + whole + 2 * split + rescored + len(names)
+    total = 1 + whole + 2 * chosen.split + rescored + len(names)
     number = itertools.count()
+
+    def show(step: str) -> None:
+        meter.reach(next(number), total, step)
+
     with (
         Meter("export", total, "steps") as meter,
         ready(model),
-        whole_bundle(Path(output), replace=replace) as folder,
+        whole_bundle(Path(output), replace=chosen.replace) as folder,
     ):
-        export = _Export(
-            model, items, tolerance, lambda step: meter.reach(next(number), total, step)
-        )
-        if split:
+        export = _Export(model, items, chosen.tolerance, show)
+        if chosen.split:
             halves = export.split()
         else:
             halves = None
@@ -306,7 +338,7 @@ def export_model(
             encoder = export.encoder()
         else:
             encoder = b""
-        if not split:
+        if not chosen.split:
             export.files["encoder.onnx"] = encoder
         if rescored:
             rescorer = export.rescorer(codes)
@@ -315,21 +347,24 @@ def export_model(
         written: dict[str, Variant] = {}
         for variant in names:
             written[variant] = export.variant(variant, encoder, calibration, labels, folder)
-            if not allow_drift:
+            if not chosen.allow_drift:
                 check_drift(variant, written[variant])
         for file, content in export.files.items():
             (folder / file).write_bytes(content)
         export.step("opening the bundle")
+        # a variant has no difference from torch: it rounds on purpose, and has its drift instead
         largest = max(export.differences.get(file, 0.0) for file in export.files)
         content_of_manifest = {
             "name": name,
             "opset": OPSET,
             **export.description(),
-            "encoder": None if split else "encoder.onnx",
+            "encoder": None if chosen.split else "encoder.onnx",
             "split": halves,
             "rescorer": rescorer,
             "variants": written,
-            "verified": Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),
+            "verified": Verified(
+                tolerance=chosen.tolerance, largest_difference=largest, items=len(items)
+            ),
             "evaluation": evaluation,
         }
         return _seal(folder, content_of_manifest, items)
@@ -340,24 +375,23 @@ def _checked(
     items: Array,
     calibration: Array | None,
     labels: Array | None,
-    variants: Sequence[VariantName],
-    split: bool,
+    options: _Options,
 ) -> tuple[Array, Array | None]:
     """Check the arguments; return items and calibration items in the type that the model takes."""
-    for variant in variants:
+    for variant in options.names:
         if variant not in get_args(VariantName):
-            known = " and ".join(get_args(VariantName))
-            raise BundleError(f"There is no variant '{variant}'; there are {known}.")
+            names = " and ".join(get_args(VariantName))
+            raise BundleError(f"There is no variant '{variant}'; there are {names}.")
     items = verify.checked(model, items, "items")
     if calibration is not None:
         calibration = verify.checked(model, calibration, "calibration items")
-    if "int8" in variants and calibration is None:
+    if "int8" in options.names and calibration is None:
         raise BundleError(
             "The int8 variant cannot be made without calibration items from the training set."
         )
     if labels is not None and len(labels) != len(items):
         raise BundleError(f"There are {len(labels)} labels for {len(items)} items.")
-    if split and model.preprocessing is None:
+    if options.split and model.preprocessing is None:
         raise BundleError(
             "This model takes feature vectors and has no backbone to split off; export it unsplit."
         )
@@ -378,10 +412,9 @@ def _seal(folder: Path, content: Mapping[str, Any], items: Array) -> Manifest:
             f"The bundle's manifest cannot be written:\n{problems_of(fault)}"
         ) from None
     manifest = write_manifest(folder, manifest)
-    opened: dict[str | None, Bundle] = {
-        variant: Bundle.open(folder, variant=variant, threads=1, device="cpu")
-        for variant in (None, *manifest.variants)
-    }
+    opened: dict[str | None, Bundle] = {}
+    for variant in (None, *manifest.variants):
+        opened[variant] = Bundle.open(folder, variant=variant, threads=1, device="cpu")
     if manifest.vector > WIDEST:
         return manifest
     probe = probe_of(opened, (float(items.mean()), float(items.std())))

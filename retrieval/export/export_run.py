@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -18,10 +18,9 @@ from retrieval.bundle.encoder import BundleEncoder
 from retrieval.data.loading import inputs
 from retrieval.data.stored_inputs import StoredInputs, by_class, evenly_spaced
 from retrieval.errors import BundleError, valid_text
-from retrieval.export.export_model import export_model
-from retrieval.export.variants import VariantName
+from retrieval.export.export_model import ExportOptions, export_model
 from retrieval.export.verify import is_normalized
-from retrieval.model.graph import TOLERANCE, ready
+from retrieval.model.graph import ready
 from retrieval.model.model import Model, Normalise, Prefix
 from retrieval.run.open import ItemCodes, Run
 
@@ -35,12 +34,8 @@ def export(
     output: StrPath | None = None,
     *,
     dimensions: int | None = None,
-    variants: VariantName | Sequence[VariantName] = (),
-    split: bool = False,
-    allow_drift: bool = False,
-    tolerance: float = TOLERANCE,
-    replace: bool = False,
     progress: Progress = True,
+    **options: Unpack[ExportOptions],
 ) -> BundleEncoder:
     """Write the bundle of a run, and open it.
 
@@ -52,14 +47,15 @@ def export(
         dimensions: keep only the first `dimensions` numbers of the embedding. They are scaled to
             unit length if the whole embedding has unit length. The loss core.matryoshka trains for
             such a cut; with other losses quality drops more.
-        variants: further precisions of the encoder: "fp16", "int8".
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
+        variants: further precisions of the encoder: "fp16", "int8"; by default none.
         split: write the encoder as two graphs, backbone and head, so that an index can keep
             features and apply other heads to them.
         allow_drift: write a variant even if its vectors differ from the encoder's by more than
             `variants.DRIFT` allows.
-        tolerance: largest difference between torch and ONNX Runtime, on vectors of length 1.
+        tolerance: largest difference between torch and ONNX Runtime, on vectors of length 1; by
+            default 0.0001.
         replace: whether a bundle at `output` may be replaced.
-        progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
         The encoder of the bundle, on the CPU.
@@ -75,32 +71,37 @@ def export(
         folder = Path(output)
     splits = run.splits
     chosen = by_class(splits.held_out, splits.labels)
-    if "int8" in variants and isinstance(run.dataset, StoredInputs):
+    quantised = "int8" in options.get("variants", ())
+    if quantised and isinstance(run.dataset, StoredInputs):
         raise BundleError(
             "The int8 variant is calibrated on training items, but there are none."
             f" {splits.notes[0]}"
         )
     items = _load(run, chosen)
-    if dimensions is None:
-        model = run.model
-    else:
+    calibration = None
+    if quantised:
+        calibration = _load(run, evenly_spaced(splits.train))
+    model = run.model
+    evaluation = None
+    if dimensions is not None:
         model = _cut(run.model, items, dimensions)
-    exact = run.model.combiner is None or run.model.combiner.exact
-    device = torch.device("cpu")
+    if model is run.model:
+        # the metrics in the run's folder are those of the whole embedding
+        evaluation = _evaluation(run.path)
+    codes = None
+    if run.model.combiner is not None and not run.model.combiner.exact:
+        encode = ItemCodes(run, torch.device("cpu"))
+        codes = encode(evenly_spaced(splits.held_out, MANY))
     export_model(
         model,
         items,
         folder,
         name=valid_text(run.path.resolve().name),
         labels=splits.labels[chosen],
-        calibration=_load(run, evenly_spaced(splits.train)) if "int8" in variants else None,
-        codes=None if exact else ItemCodes(run, device)(evenly_spaced(splits.held_out, MANY)),
-        variants=variants,
-        split=split,
-        allow_drift=allow_drift,
-        tolerance=tolerance,
-        evaluation=_evaluation(run.path) if model is run.model else None,
-        replace=replace,
+        calibration=calibration,
+        codes=codes,
+        evaluation=evaluation,
+        **options,
     )
     return BundleEncoder(Bundle.open(folder, device="cpu"))
 
@@ -143,9 +144,9 @@ def _load(run: Run, indices: Ints) -> Array:
 def _evaluation(path: Path) -> dict[str, float] | None:
     """Return the metrics that `retrieval evaluate` wrote, if it was run."""
     try:
-        metrics = json.loads((path / "evaluation-test.json").read_text(encoding="utf-8"))[
-            "metrics"
-        ]["trained"]
+        text = (path / "evaluation-test.json").read_text(encoding="utf-8")
+        metrics = json.loads(text)["metrics"]["trained"]
+        # the manifest is strict JSON, which has no NaN
         return {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -84,22 +84,23 @@ def tidy_graph(proto: onnx.ModelProto) -> onnx.ModelProto:
 
     graph = proto.graph
     del graph.value_info[:]
+    single = onnx.TensorProto.FLOAT
+    # casts of one name are equal, so one of them stays
     nodes = list({tuple(node.output): node for node in graph.node}.values())
-    narrowed = {
-        node.output[0]: node.input[0] for node in nodes if _casts_to(node, onnx.TensorProto.FLOAT16)
-    }
-    wide = {
-        name for node in nodes if _casts_to(node, onnx.TensorProto.FLOAT) for name in node.output
-    }
-    wide |= {name for name in narrowed.values() if name.endswith("_cast_to_fp16")}
-    wide |= {v.name for v in graph.input if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    narrowed: dict[str, str] = {}
+    wide = {v.name for v in graph.input if v.type.tensor_type.elem_type == single}
     for node in nodes:
-        if _casts_to(node, onnx.TensorProto.FLOAT) and narrowed.get(node.input[0]) in wide:
-            node.CopyFrom(
-                onnx.helper.make_node(
-                    "Identity", [narrowed[node.input[0]]], list(node.output), node.name
-                )
-            )
+        if _casts_to(node, onnx.TensorProto.FLOAT16):
+            narrowed[node.output[0]] = node.input[0]
+        if _casts_to(node, single):
+            wide.update(node.output)
+    wide |= {name for name in narrowed.values() if name.endswith("_cast_to_fp16")}
+    for node in nodes:
+        if not _casts_to(node, single):
+            continue
+        source = narrowed.get(node.input[0])
+        if source is not None and source in wide:
+            node.CopyFrom(onnx.helper.make_node("Identity", [source], list(node.output), node.name))
     outputs = {value.name for value in graph.output}
     used = outputs | {name for node in nodes for name in node.input}
     graph.ClearField("node")
@@ -125,6 +126,7 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
     unrounded = {name for node in copy.graph.node if node.name in light for name in node.input}
     for tensor in copy.graph.initializer:
         if tensor.data_type == single and tensor.name not in unrounded:
+            # a weight beyond float16 becomes infinity, as on the device
             with np.errstate(over="ignore"):
                 values = onnx.numpy_helper.to_array(tensor).astype(np.float16).astype(np.float32)
             tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
@@ -135,12 +137,13 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
             continue
         for number, name in enumerate(node.output):
             if name in floats:
-                node.output[number] = f"{name}_float32"
-                for source, target, kind in (
-                    (f"{name}_float32", f"{name}_float16", onnx.TensorProto.FLOAT16),
-                    (f"{name}_float16", name, single),
-                ):
-                    nodes.append(onnx.helper.make_node("Cast", [source], [target], to=kind))
+                # readers keep the name, and get the value rounded to float16 and back
+                wide = f"{name}_float32"
+                narrow = f"{name}_float16"
+                node.output[number] = wide
+                half = onnx.TensorProto.FLOAT16
+                nodes.append(onnx.helper.make_node("Cast", [wide], [narrow], to=half))
+                nodes.append(onnx.helper.make_node("Cast", [narrow], [name], to=single))
     copy.graph.ClearField("node")
     copy.graph.node.extend(nodes)
     return copy
@@ -197,7 +200,7 @@ def make_int8(proto: onnx.ModelProto, calibration: Array, scratch: Path) -> onnx
                 nodes_to_exclude=sorted(kept_float32(onnx.load(prepared))),
             )
             return onnx.load(target)
-        except OSError:
+        except OSError:  # a full disk; whoever writes the bundle says so
             raise
         except Exception as fault:  # ONNX Runtime's tools raise many types of errors
             raise BundleError(f"The int8 variant cannot be made: {first_line(fault)}") from fault
@@ -210,11 +213,10 @@ def kept_float32(proto: onnx.ModelProto) -> set[str]:
     net (digits, unseen classes), a float32 head raised the mean cosine from 0.9991 to 0.9997.
     """
     heavy = [node for node in proto.graph.node if node.op_type in _HEAVY]
+    names = light_ends(proto)
     if len(heavy) > 1 and heavy[-1].op_type in {"Gemm", "MatMul"}:
-        head = {heavy[-1].name}
-    else:
-        head = set()
-    return light_ends(proto) | head
+        names.add(heavy[-1].name)
+    return names
 
 
 def light_ends(proto: onnx.ModelProto) -> set[str]:
@@ -269,15 +271,20 @@ def measure(
                     f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this"
                     " precision. Leave this variant out."
                 )
-    pairs = [(row_cosine(before["vector"], after["vector"]), after) for after in afters]
-    cosine, worst = min(pairs, key=lambda pair: float(pair[0].min()))
+    cosines = [row_cosine(before["vector"], after["vector"]) for after in afters]
+    lowest = int(np.argmin([cosine.min() for cosine in cosines]))
+    cosine = cosines[lowest]
+    worst = afters[lowest]
     recall = None
     if labels is not None:
         _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        # an item alone in its class has nothing to find
         queries = counts[classes] > 1
         if queries.any():
-            nearest = [nearest_items(outputs, rescore, combiner) for outputs in (before, worst)]
-            shares = [float((classes[rows] == classes)[queries].mean()) for rows in nearest]
+            shares = []
+            for outputs in (before, worst):
+                right = classes[nearest_items(outputs, rescore, combiner)] == classes
+                shares.append(float(right[queries].mean()))
             recall = Recall(before=shares[0], after=shares[1])
     drift = Cosine(mean=float(cosine.mean()), min=float(cosine.min()))
     return Variant(file=file, cosine=drift, recall_at_1=recall)
@@ -315,11 +322,12 @@ def nearest_items(
     With merge "score", the order is that of a list of `SCORED` results.
     """
     vectors = outputs["vector"]
-    size = len(outputs["vector"])
+    size = len(vectors)
     settings = combiner or Combiner
     subspaces: Any = settings.subspaces
     nearest = np.empty(size, np.int64)
     for row, query in enumerate(outputs.get("query", vectors)):
+        # the item itself is not in the gallery: leaving it out later would change "score"
         gallery = np.delete(np.arange(size), row)
         if rescore is None:
             distances = merged_distances(query, vectors[gallery], SCORED, subspaces, settings.merge)

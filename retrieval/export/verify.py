@@ -124,6 +124,7 @@ def _worst(
         rows = expected[name].astype(np.float64)
         scale = float(np.linalg.norm(rows, axis=1).mean()) or 1.0
         gap = np.abs(values - rows[start : start + len(values)]).max(axis=1) / scale
+        # NaN compares as no difference at all
         gap = np.where(np.isnan(gap), np.inf, gap)
         row = int(gap.argmax())
         place = f"in '{name}' of item {start + row}{note}"
@@ -230,9 +231,12 @@ def encoder_graph(
         run = session(graph).run
         worst = compare_encoder(outputs, run, items)
         refuse_difference(worst, module, tolerance)
-        if len(rows := _accepted(module, outliers(items))):
+        rows = _accepted(module, outliers(items))
+        if len(rows):
+            # torch sees each outlier alone, as code that branches on a batch would mix them
             expected = torch_outputs(module, rows, 1)
-            refuse_outliers(_worst(expected, onnx_outputs(run, module.names, rows)), tolerance)
+            outputs_of_graph = onnx_outputs(run, module.names, rows)
+            refuse_outliers(_worst(expected, outputs_of_graph), tolerance)
         return worst.value
 
     return agreed_graph(module, (example,), signature, check, what)
@@ -290,8 +294,7 @@ def agreed_graph(
             return graph, check(graph)
         except BundleError as fault:
             faults.append(fault)
-    named = [fault for fault in faults if isinstance(fault, DependsOnInputs)]
-    cause = [*named, *faults][0]
+    cause = next((f for f in faults if isinstance(f, DependsOnInputs)), faults[0])
     raise BundleError(f"The {what} cannot be exported. {cause}") from cause
 
 
@@ -346,9 +349,9 @@ def _state(module: nn.Module) -> dict[str, Any]:
         "NumPy's random numbers": repr(np.random.get_state(legacy=False)["state"]),
     }
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.is_inference():
-            version = 0
-        else:
+        # torch counts no versions of a tensor made in inference mode
+        version = 0
+        if not tensor.is_inference():
             version = tensor._version
         state[f"the tensor '{name}'"] = (id(tensor), version)
     for path, part in module.named_modules():
@@ -371,8 +374,8 @@ def check_repeatable(
         " statistic of the batch, is still computed in evaluation mode."
     )
     # `outputs` come from batches of `BATCH`, so that in the first comparison only the call differs
-    odd = items[:ODD]
-    calls = [(BATCH, items[:BATCH], by_call), *((size, odd, by_batch) for size in (3, 2, 1))]
+    calls = [(BATCH, items[:BATCH], by_call)]
+    calls += [(size, items[:ODD], by_batch) for size in (3, 2, 1)]
     for batch, part, cause in calls:
         worst = _worst(outputs, torch_outputs(encoder, part, batch))
         if worst.value > tolerance:
@@ -388,7 +391,8 @@ def smallest_distances(
     """Return Euclidean distances (Q, N): the smallest over the sub-spaces, if there are any."""
     from scipy.spatial.distance import cdist
 
-    distances = [cdist(query[:, span], vector[:, span]) for span in columns_of_subspaces(subspaces)]
+    spans = columns_of_subspaces(subspaces)
+    distances = [cdist(query[:, span], vector[:, span]) for span in spans]
     return np.asarray(np.minimum.reduce(distances))
 
 
@@ -417,6 +421,7 @@ def check_combiner(model: Model, items: Array, outputs: Mapping[str, Floats32]) 
     distances = combiner.compute_mat(codes[:QUERIES], codes).double().numpy()
     euclidean = smallest_distances(query[:QUERIES], vector, combiner.subspaces)
     order = np.argsort(euclidean, axis=1, kind="stable")
+    # in the order of the vectors, the combiner's distances must never fall
     ranked = np.take_along_axis(distances, order, axis=1)
     drop = np.maximum.accumulate(ranked, axis=1) - ranked
     row, column = np.unravel_index(int(drop.argmax()), drop.shape)
@@ -474,7 +479,7 @@ def candidate_overlap(combiner: Combiner, codes: Tensor) -> dict[str, float] | N
         exact = combiner.compute_mat(codes[rows], codes).double().numpy()
         query = combiner.query_vectors(codes[rows]).float().numpy()
         near = smallest_distances(query, vectors, combiner.subspaces)
-        for distances in (exact, near):
+        for distances in (exact, near):  # an item does not find itself
             distances[np.arange(len(rows)), rows] = np.inf
         nearest = np.argsort(exact, axis=1, kind="stable")[:, :10]
         rank = np.argsort(np.argsort(near, axis=1, kind="stable"), axis=1)

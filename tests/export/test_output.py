@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from limits import files_of_at_most
+from retrieval.base.progress import showing
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError
 from retrieval.export.export_model import export_model, whole_bundle
@@ -20,6 +21,7 @@ SCRIPT = """
 import sys, time
 import numpy as np
 from torch import nn
+from retrieval.base.progress import showing
 from retrieval.export.export_model import export_model
 from retrieval.model.contracts import Backbone
 from retrieval.model.model import Model
@@ -35,8 +37,9 @@ def pause(step, number, of):
         time.sleep(60)
 
 items = np.random.default_rng(0).normal(size=(20, 64))
-export_model(Model(Vectors(), nn.Linear(64, 300)), items, sys.argv[1] + "/b", name="b",
-             variants=["fp16"], progress=pause)
+with showing(pause):
+    export_model(Model(Vectors(), nn.Linear(64, 300)), items, sys.argv[1] + "/b", name="b",
+                 variants=["fp16"])
 """
 
 
@@ -65,8 +68,8 @@ def test_a_full_disk_is_one_sentence(parts, vectors, tmp_path):
             if step.startswith("opening"):
                 disk.enter_context(files_of_at_most(100))
 
-        with pytest.raises(BundleError) as caught:
-            export_model(model, vectors[0], tmp_path / "b", name="b", progress=fill)
+        with showing(fill), pytest.raises(BundleError) as caught:
+            export_model(model, vectors[0], tmp_path / "b", name="b")
     assert "cannot be written: File too large. Nothing was left behind." in str(caught.value)
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
@@ -101,8 +104,8 @@ def test_of_two_exports_to_one_path_one_is_refused(linear, vectors, tmp_path):
             written.append(None)
             written[0] = export_model(linear, vectors[0], target, name="second")
 
-    with pytest.raises(BundleError, match=r"exists\. Replace it with --replace"):
-        export_model(linear, vectors[0], target, name="first", progress=second)
+    with showing(second), pytest.raises(BundleError, match=r"exists\. Replace it with --replace"):
+        export_model(linear, vectors[0], target, name="first")
     assert Bundle.open(target, threads=1).manifest == written[0]
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
