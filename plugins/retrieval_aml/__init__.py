@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from retrieval.helpers import lazy_names
 from retrieval.plugin import Factories, hookimpl
 
-if TYPE_CHECKING:  # `lazy_names` reads this list
+# `lazy_names` reads this list.
+if TYPE_CHECKING:
     from retrieval_aml.aml import AML as AML
     from retrieval_aml.confusion import Confusion as Confusion
     from retrieval_aml.geometric_mean import GeometricMeanLoss as GeometricMeanLoss

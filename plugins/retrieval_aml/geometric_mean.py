@@ -12,7 +12,8 @@ from retrieval.helpers import listed_pairs, losses_of
 from retrieval.plugin import CheckedLoss, Reducer
 from torch import Tensor
 
-STEPS = 60  # bisections, which reach float64 precision
+# Number of bisections, after which float64 has no more digits.
+STEPS = 60
 Squares = dict[str, dict[str, Any]]
 
 
@@ -121,7 +122,8 @@ class GeometricMeanLoss(CheckedLoss):
         else:
             items = torch.cat([embeddings, ref_emb])
         mean = items.mean(0)
-        items = items - mean  # differences lose fewer digits after centring
+        # Differences lose fewer digits after centring.
+        items = items - mean
         size = items.shape[1]
         covariance = items.T @ items / max(len(items), 1)
         spread = covariance.diagonal().sum() / size
@@ -153,7 +155,8 @@ class GeometricMeanLoss(CheckedLoss):
             adversarial = items - 2 * torch.linalg.solve(k, items.T).T
             similar = similar + self.alpha * _squares(adversarial, queries, pairs[:2])
         parts = self.zero_losses()
-        if has_kinds[0]:  # a reducer's mean of no losses would be NaN
+        # A reducer's mean of no losses would be NaN.
+        if has_kinds[0]:
             parts |= losses_of(t * similar, pairs[:2], "pos_pair", "pos_loss")
         if has_kinds[1]:
             parts |= losses_of(dissimilar / t, pairs[2:], "neg_pair", "neg_loss")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from retrieval.helpers import lazy_names
 from retrieval.plugin import Factories, hookimpl
 
-if TYPE_CHECKING:  # `lazy_names` reads this list
+# `lazy_names` reads this list.
+if TYPE_CHECKING:
     from retrieval_anml.linear_learners import LANML as LANML, PNCA as PNCA
     from retrieval_anml.log_exp_means import (
         gamma_for_mean_of_k_smallest as gamma_for_mean_of_k_smallest,

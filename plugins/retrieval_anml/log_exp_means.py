@@ -70,7 +70,8 @@ def _array_mean(a: Array, gamma: float, axis: int) -> Array:
         small = np.log1p(np.expm1(t).mean(axis, keepdims=True)) / gamma
         large = (top + np.log(np.exp(t - top).mean(axis, keepdims=True))) / gamma
         means = mean - np.where(top < 1, small, large)
-    means = np.where(np.isfinite(means), means, mean)  # γ so small that 1/γ overflows
+    # γ so small that 1/γ overflows.
+    means = np.where(np.isfinite(means), means, mean)
     squeezed: Array = means.squeeze(axis)
     return squeezed
 
@@ -133,7 +134,8 @@ def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) ->
         )
     low = 0.0
     high = 1.0 / spread
-    while _array_mean(values, high, 0) > target:  # b decreases in γ
+    # The mean decreases in γ.
+    while _array_mean(values, high, 0) > target:
         low = high
         high = 2 * high
     while high - low > tol * high:

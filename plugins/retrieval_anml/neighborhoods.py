@@ -76,7 +76,8 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
     `skip` (B,) is a column per row to leave out: a query is not its own neighbour.
     """
     count = d.shape[1] - (skip is not None)
-    flat = abs(gamma) < 1e-8  # here the log-exp mean equals the mean up to rounding
+    # Here the log-exp mean equals the mean up to rounding.
+    flat = abs(gamma) < 1e-8
     if flat:
         e = np.zeros_like(d)
     else:
@@ -369,7 +370,8 @@ class Neighborhoods:
             t = self._exponents(left[query], right, space)
             near = starts[:, None] + np.arange(group.count)
             same_class: Any = np.arange(len(query))[:, None], near
-            if starts[0] == starts[-1]:  # one class, for which a slice is faster
+            # One class, for which a slice is faster.
+            if starts[0] == starts[-1]:
                 same_class = np.s_[:, starts[0] : starts[0] + group.count]
             if listed is None:
                 radius, weights = self._radius(t[same_class] / -self.sharpness, skip=query - starts)
@@ -387,7 +389,8 @@ class Neighborhoods:
             total += push.loss
             slope = push.slope[:, None]
             scale = (push.slope / push.mass)[:, None]
-            w = push.weights * -scale  # S_i and D_i have no item in common
+            # S_i and D_i have no item in common.
+            w = push.weights * -scale
             if isinstance(w, np.ndarray):
                 np.put_along_axis(w, near, slope * weights, axis=1)
             else:
@@ -423,7 +426,8 @@ class Neighborhoods:
         if not rows.any():
             return None
         if rows.all():
-            rows = slice(None)  # no copies
+            # A slice makes no copies.
+            rows = slice(None)
         t = t[rows]
         top = top[rows]
         least = least[rows]

@@ -100,7 +100,8 @@ class SimilarityLoss(CheckedLoss):
     rule: Rule
     margin: float
     outer: Outer = "hinge"
-    slope = 1.0  # by which gaps are multiplied
+    # Gaps are multiplied by it.
+    slope = 1.0
 
     def get_default_distance(self) -> nn.Module:
         """Return the cosine similarity."""

@@ -79,6 +79,7 @@ class JPEG:
         )
         file = io.BytesIO()
         image.save(file, "JPEG", quality=quality)
+        # `np.array` copies: torch warns of Pillow's read-only memory.
         lossy = torch.from_numpy(np.array(Image.open(file)))
         if len(pixels) == 1:
             return lossy[None]

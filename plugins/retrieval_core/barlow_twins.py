@@ -38,7 +38,8 @@ class BarlowTwins(CheckedLoss):
     ) -> dict[str, Any]:
         """Return the loss as one number; 0 for fewer than two pairs of views."""
         first, second = pair_views(labels)
-        if len(first) < 2:  # one pair has no correlation
+        # One pair has no correlation.
+        if len(first) < 2:
             return self.zero_losses()
         x, y = (_standard(embeddings[rows]) for rows in (first, second))
         correlation = x.T @ y / len(first)
@@ -51,4 +52,5 @@ class BarlowTwins(CheckedLoss):
 def _standard(views: Tensor) -> Tensor:
     """Return views with mean 0 and variance 1 in each dimension."""
     centred = views - views.mean(0)
+    # The summand keeps the gradient finite for a constant dimension.
     return centred / (centred.square().mean(0) + 1e-12).sqrt()

@@ -23,6 +23,7 @@ class Board:
 
     def __init__(self) -> None:
         """Import TensorBoard; see `retrieval.plugin.Tracker`."""
+        # Listing the trackers imports this module, and should not import TensorBoard.
         from torch.utils import tensorboard
 
         self._module: Any = tensorboard

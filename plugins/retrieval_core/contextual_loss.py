@@ -99,6 +99,7 @@ class Contextual(CheckedLoss):
 
 def contextual(similarity: Tensor, neighbors: int, epsilon: float) -> Tensor:
     """Return the contextual similarities w (N, N) of a batch with cosines (N, N)."""
+    # Rounding can make the distance of equal vectors negative.
     closeness = -(2 - 2 * similarity).clamp(min=0)
     ranked = closeness.detach().sort(1, descending=True).values
     last = len(ranked) - 1

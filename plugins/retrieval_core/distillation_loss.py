@@ -97,7 +97,8 @@ def _relative_distances(x: Tensor) -> Tensor:
     """Return the distances of all pairs (P,), divided by their mean."""
     i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
     squares = (x[i] - x[j]).square().sum(1)
-    distances = squares.clamp(min=torch.finfo(x.dtype).tiny).sqrt()  # finite gradient at zero
+    # The root has no finite gradient at zero, the distance of two equal embeddings.
+    distances = squares.clamp(min=torch.finfo(x.dtype).tiny).sqrt()
     return distances / distances.mean().clamp(min=torch.finfo(x.dtype).eps)
 
 

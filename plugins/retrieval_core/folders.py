@@ -65,8 +65,10 @@ def image_folder(
     names = _levels(levels, label)
     chosen = label or names[-1]
     top = _folders(folder)
+    # A single folder with another name makes all of them classes, such as a class 'test'.
     split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
-    above = int(split)  # number of folders above the levels
+    # The folders of the sides are above the levels.
+    above = int(split)
     images = find_images(folder)
     files = images.images
     notes = report_left_out(images, folder, skip_bad)
@@ -209,6 +211,7 @@ def manifest(
         if boxed and not problem:
             box, problem = _box(row)
         if not problem:
+            # One image may be listed several times with different boxes, each of which is an item.
             first = seen.setdefault((row[path], box), line)
             if first == line:
                 rows.append(row)
@@ -320,6 +323,7 @@ def _flags_to_roles(table: CsvTable) -> None:
             continue
         if row.get("split") == "validation":
             row["split"] = "test"
+        # OML has no third side: what it validates on is the test side here.
         query, gallery = (row[flag].lower() in _TRUE for flag in FLAGS)
         if query and gallery:
             both.append(line)

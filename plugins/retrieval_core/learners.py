@@ -83,6 +83,7 @@ class LDA(LinearMap):
                 " the covariance within classes cannot be inverted. Remove constant and repeated"
                 " features, use more items, or set shrinkage above 0."
             ) from error
+        # scikit-learn keeps all directions in `scalings_`; `transform` cuts them, too.
         width = fitted._max_components
         self.components_ = np.ascontiguousarray(fitted.scalings_[:, :width].T)
         # Distances do not depend on the mean; float32 embeddings near zero are more precise.

@@ -47,7 +47,8 @@ def lfw_people(
             f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
         )
     images = find_images(folder)
-    images.left_out.pop("not an image", None)  # the lists and other files of the archive
+    # The archive also holds lists, which are no fault of the user.
+    images.left_out.pop("not an image", None)
     files = images.images
     notes = report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder).as_posix() for file in files]
@@ -80,6 +81,7 @@ def lfw_people(
 
 def _name_problems(keys: list[str]) -> list[str]:
     """Return sentences on images not named like LFW's, and on names that several files share."""
+    # The lists name an image by person and number, so file names must consist of them.
     misnamed = [key for key in keys if not re.fullmatch(r"([^/]+)/\1_\d{4,}\.[^./]+", key)]
     problems = []
     if misnamed:

@@ -105,7 +105,8 @@ def matryoshka(
         normalise: whether to scale each prefix to unit length, as the export does. Set it to false
             if [head] normalise is false.
     """
-    losses: Any = loss  # one per width and one for the whole embedding; see `Part`
+    # One per width and one for the whole embedding; see `Part`.
+    losses: Any = loss
     if widths and not widths[-1] < embedding_size:
         raise ValueError(
             f"the last width is {widths[-1]}, but widths must be smaller than the embedding size,"

@@ -229,6 +229,7 @@ class MetrixProxyAnchor(CheckedLoss):
 
 def _draw(embeddings: Tensor, alpha: float) -> Tensor:
     """Draw λ from Beta(α, α)."""
+    # Checking the arguments would wait for the GPU.
     lam: Tensor = Beta(*embeddings.new_full((2,), alpha), validate_args=False).sample()
     return lam
 
@@ -257,6 +258,7 @@ def _mixed(positive: Tensor, negative: Tensor, between: Tensor, lam: Tensor) -> 
     """
     rest = 1 - lam
     length = lam**2 + rest**2 + 2 * lam * rest * between
+    # Opposite vectors cancel at λ = ½, and leave no length to divide by.
     return (lam * positive + rest * negative) / length.clamp(min=1e-6).sqrt()
 
 

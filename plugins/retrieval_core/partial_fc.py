@@ -122,6 +122,7 @@ class PartialFC(nn.Module):
     def _with_margin(self, cosines: Tensor) -> Tensor:
         """Return the targets' logits (T,) with the margin; beyond 180° − m they are linear."""
         if self.margin:
+            # At ±1 the derivative of the angle is infinite.
             edge = 1 - 4 * torch.finfo(cosines.dtype).eps
             angles = torch.acos(cosines.clamp(-edge, edge))
             moved = torch.cos(angles + self.margin)
@@ -139,16 +140,19 @@ class PartialFC(nn.Module):
         local = (place >= 0) & (place < shard.stop - shard.start)
         if self.sample == 1 or not self.training:
             return self.weight, torch.where(local, place, -1)
+        # Seed and step alone decide what is drawn, so that all processes, and a resumed run, agree.
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + int(self.drawn)) % 2**63)
         self.drawn += 1
         order = torch.rand(self.classes, generator=generator)
         batch = torch.unique(labels).cpu()
-        order[batch] = 2.0  # above all random numbers
+        # The batch's classes come first: 2 is above all random numbers.
+        order[batch] = 2.0
         chosen = (
             order.topk(max(len(batch), round(self.sample * self.classes))).indices.sort().values
         )
         chosen = chosen[(chosen >= shard.start) & (chosen < shard.stop)]
         chosen = chosen.to(labels.device) - shard.start
+        # `chosen` ascends, as the search requires. Items of other processes are masked below.
         column = torch.searchsorted(chosen, place.clamp(min=0))
         return self.weight[chosen], torch.where(local, column, -1)
 
@@ -176,6 +180,7 @@ class _CrossEntropy(torch.autograd.Function):
         if logits.shape[1]:
             top = logits.amax(1)
         _reduce(top, distributed.ReduceOp.MAX)
+        # In place: with very many classes, a second matrix of logits would not fit into memory.
         logits.sub_(top.unsqueeze(1)).exp_()
         total = logits.sum(1)
         of_targets = torch.zeros_like(total).index_put((row,), target)
@@ -194,6 +199,7 @@ class _CrossEntropy(torch.autograd.Function):
         scale = gradient / max(1, len(probability))
         of_target = (probability[row, column] - 1) * scale
         of_cosines = probability * (scale * ctx.scale)
+        # The targets' gradient passes through their own logits, which have the margin.
         of_cosines[row, column] = 0
         return of_cosines, of_target, None, None, None
 
@@ -208,6 +214,8 @@ def _initial(shard: Shard, width: int) -> Tensor:
     """Return a process's initial weights: its part of one normal sequence over all classes."""
     weight = torch.empty(shard.stop - shard.start, width)
     for start in range(0, shard.whole, _ROWS):
+        # Every process draws all classes, so the weights do not depend on the number of processes.
+        # 0.01 is the deviation in the authors' code.
         drawn = torch.randn(min(_ROWS, shard.whole - start), width) * 0.01
         low = max(start, shard.start)
         high = min(start + len(drawn), shard.stop)

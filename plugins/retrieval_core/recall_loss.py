@@ -82,6 +82,8 @@ class RecallAtK(CheckedLoss):
         if not len(query):
             return self.zero_losses()
         size = max(1, ENTRIES // len(labels))
+        # A block is computed again in the backward pass: stored for it, the comparisons would take
+        # pairs × items numbers.
         ranks = torch.cat(
             [
                 checkpoint(
@@ -90,7 +92,8 @@ class RecallAtK(CheckedLoss):
                     query[start : start + size],
                     item[start : start + size],
                     use_reentrant=False,
-                    preserve_rng_state=False,  # the block draws no random numbers
+                    # The block draws no random numbers.
+                    preserve_rng_state=False,
                 )
                 for start in range(0, len(query), size)
             ]

@@ -55,6 +55,7 @@ class Hierarchical(BatchSampler):
     def draw(self, items: TrainingItems, epoch: int, random: np.random.RandomState) -> Batches:
         """Return the batches of an epoch."""
         groups = self._groups(items)
+        # Rounded up, so that the groups together have enough classes for a batch.
         share = -(-items.classes // self.groups)
         drawn = []
         for _ in range(items.batches):
@@ -141,6 +142,7 @@ def _nearest(means: Floats64, count: int) -> list[int]:
     nearest = np.full(len(means), np.inf)
     while len(chosen) < count:
         nearest = np.minimum(nearest, np.square(means - means[chosen[-1]]).sum(1))
+        # A class is chosen once.
         nearest[chosen] = np.inf
         chosen.append(int(nearest.argmin()))
     return chosen

@@ -74,6 +74,7 @@ def _vectors(values: Array) -> tuple[Floats32, list[str]]:
         return empty, [f"features must have the shape (N, F), not {values.shape}."]
     if values.dtype.kind not in "fiu":
         return empty, [f"features must be real numbers, not {values.dtype}."]
+    # A float64 beyond float32 becomes infinite, which `usable_dataset` reports.
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(values, dtype=np.float32), []
 
@@ -88,7 +89,8 @@ def _texts(name: str, values: Array, count: int) -> tuple[list[str], list[str]]:
             f" {values.dtype}."
         ]
     listed = values.tolist()
-    if name == "labels":  # the number -1 means no label, the text "-1" is one
+    # The number -1 means no label, the text "-1" is one.
+    if name == "labels":
         listed = ["" if value == -1 else value for value in listed]
     return [str(value) for value in listed], []
 

@@ -54,7 +54,8 @@ class TripletGenerator(Generator):
         self.residual = residual
         self.normalise = normalise
         last = nn.Linear(features, features)
-        if residual:  # the output is 0 at the start
+        # The output is 0 at the start.
+        if residual:
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
         self.network = nn.Sequential(nn.Linear(3 * features, features), nn.ReLU(), last)
@@ -127,6 +128,7 @@ class HardNegativeGenerator(TripletGenerator):
     ) -> Tensor:
         """Return J_gen = J_hard + λ₁ J_reg + λ₂ J_adv; see `retrieval.plugin.Generator`."""
         gap = distance(synthetic, anchor).square() - self.margin
+        # Losses of pairs have no positive to compare with.
         if self.form == "triplet":
             gap = gap - distance(positive, anchor).square()
         hard = _squared(synthetic, anchor)
@@ -169,6 +171,7 @@ class HardPositiveGenerator(TripletGenerator):
         normalise: bool = True,
     ) -> None:
         super().__init__(features, preset, lambda_reg, lambda_adv, margin, residual, normalise)
+        # −‖x̃ − a‖² outweighs λ₁ ‖x̃ − p‖² far from both unless λ₁ > 1.
         if not normalise and self.lambda_reg <= 1:
             raise ValueError(
                 f"lambda_reg is {self.lambda_reg:g}, and without normalise it must be above 1:"

@@ -48,6 +48,7 @@ def all_pairs(
     Returns:
         (Q, R) or (Q, R, K).
     """
+    # A traced graph has no fixed sizes, so that it cannot be cut into blocks.
     if exporting() or len(query) * len(reference) * width <= DIRECT:
         return function(query, reference, *parameters)
     rows = torch.split(query, max(1, BLOCK // (len(reference) * width)))
@@ -149,9 +150,11 @@ class LocalMetrics(Combiner):
     def local_distances(self, query: Tensor, reference: Tensor) -> Tensor:
         """Return the local distances (Q, R, K) between codes, all pairs at once."""
         x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
-        if exporting():  # the same result from operators that every exporter supports
+        # The same result from operators that every exporter supports.
+        if exporting():
             difference = x[:, None] - y[None]
             return difference.square().sum(-1).sqrt()
+        # The matrix product, torch's default for many rows, loses the digits of small distances.
         distances = torch.cdist(
             x.transpose(0, 1), y.transpose(0, 1), compute_mode="donot_use_mm_for_euclid_dist"
         )
@@ -216,6 +219,7 @@ class UniformMetrics(LocalMetrics):
         """
         super().__init__(embedding_size, metrics, "daml.uniform", views)
         self.exponent = power
+        # A root of a mean of squares has the order of the index's sum of squares.
         self.exact = metrics == 1 or power == 2
         self.candidates = candidates
 
@@ -417,7 +421,8 @@ class Discriminator(LocalMetrics):
         if self.metrics == 1 or len(codes) < 2:
             return None, {}
         different = ~torch.eye(len(codes), dtype=torch.bool, device=codes.device)
-        gamma = self.weights(codes, codes)[different]  # (B (B − 1), K)
+        # (B (B − 1), K).
+        gamma = self.weights(codes, codes)[different]
         mean = gamma.mean(0)
         spread = -(gamma - 1 / self.metrics).square().sum(-1).mean()
         balance = (mean - 1 / self.metrics).square().sum()
@@ -429,6 +434,7 @@ class Discriminator(LocalMetrics):
             "balance": balance.detach(),
             "gamma_max": gamma.amax(-1).mean(),
         }
+        # A sample of the pairs is enough for a log, and is sorted faster.
         ordered = gamma[:: max(1, len(gamma) // 4096)].sort(0).values
         for k in range(self.metrics):
             logged[f"load_{k + 1}"] = gamma[:, k].mean()

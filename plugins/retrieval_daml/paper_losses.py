@@ -36,7 +36,8 @@ class Measure:
             y = x
         else:
             y = distance.maybe_normalize(reference)
-        if self.euclidean:  # squared: the root has no gradient at zero
+        # Squared: the root has no gradient at zero.
+        if self.euclidean:
             squares = x.square().sum(1)[:, None] + y.square().sum(1) - 2 * (x @ y.T)
             self.matrix: Tensor = squares.relu()
         else:
@@ -57,6 +58,7 @@ class Measure:
     def plain(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return D (N,) of pairs."""
         if self.euclidean or self.inverted:
+            # The clamp keeps the gradient of the root finite for equal embeddings.
             return self.squared(rows, columns).clamp_min(1e-12).sqrt()
         return self.matrix[rows, columns]
 
@@ -108,6 +110,7 @@ def triplets(
 
 def _once(anchors: Tensor, partners: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return each pair once; `size` is the number of references."""
+    # One integer per pair: torch sorts numbers faster than rows.
     keys = torch.unique(anchors * size + partners)
     return keys // max(size, 1), keys % max(size, 1)
 
@@ -232,6 +235,7 @@ class LiftedLoss(PaperLoss):
         measure = Measure(self.distance, embeddings, ref_emb)
         printed = self.form == "printed"
         push = _by_anchor(self.margin - measure.plain(b, n), b, len(embeddings), maximum=printed)
+        # A quarter of the lowest number: the sum of two is still finite.
         lowest = torch.finfo(push.dtype).min / 4
         push_of_positive = torch.where(
             _is_anchor(embeddings, ref_emb, p), push[p.clamp_max(len(push) - 1)], lowest
@@ -252,6 +256,7 @@ def _by_anchor(values: Tensor, anchors: Tensor, size: int, maximum: bool = False
     lowest = values.new_full((size,), torch.finfo(values.dtype).min / 4)
     if maximum:
         return lowest.scatter_reduce(0, anchors, values, "amax")
+    # The largest value cancels out of the result, so it needs no gradient.
     largest = lowest.scatter_reduce(0, anchors, values.detach(), "amax")
     total = torch.zeros_like(lowest).index_add(0, anchors, (values - largest[anchors]).exp())
     return torch.where(total > 0, largest + total.clamp_min(1e-30).log(), lowest)
@@ -309,7 +314,8 @@ class NPairLoss(PaperLoss):
             else:
                 reference = ref_labels
             a, p, turn = pairs_by_round(labels, reference)
-            other = (turn[:, None] == turn).fill_diagonal_(False)  # a round has one pair per class
+            # A round has one pair per class.
+            other = (turn[:, None] == turn).fill_diagonal_(False)
             first, second = other.nonzero(as_tuple=True)
             b = a[first]
             n = p[second]
@@ -321,5 +327,6 @@ class NPairLoss(PaperLoss):
         positives = self.scale * measure.similarity(a, p)
         negatives = self.scale * measure.similarity(b, n)
         push = _by_anchor(negatives, b, len(embeddings))
+        # log(1 + Σ exp(…)), without an overflow.
         losses = nn.functional.softplus(push[a] - positives)
         return losses_of(losses, (a, p), "pos_pair")

@@ -34,6 +34,7 @@ def report_panels(run: Run) -> dict[str, bytes]:
 def read_log(run: Run) -> Epochs:
     """Return the log of a run, one entry per epoch; a line that a crash cut short ends the log."""
     epochs = []
+    # A training process may be writing the log, or may have been killed.
     with contextlib.suppress(OSError, ValueError):
         for line in run.metrics_file.read_text(encoding="utf-8").splitlines():
             epochs.append(json.loads(line))
@@ -55,7 +56,8 @@ def draw_losses(figure: Any, epochs: Epochs) -> None:
         lines += right.plot(x, generator, "s--", color="C1", label="J_gen, the generator")
         right.set_ylabel("J_gen")
     _mark_phases(axes, epochs)
-    axes.legend(handles=lines, loc="upper right")  # "best" is slow for much data, and warns
+    # "best" is slow for much data, and warns.
+    axes.legend(handles=lines, loc="upper right")
 
 
 def draw_weights(figure: Any, epochs: Epochs) -> None:
@@ -103,6 +105,7 @@ def _svg(draw: Callable[[Any, Epochs], None], epochs: Epochs) -> bytes:
     from matplotlib.figure import Figure
 
     file = io.BytesIO()
+    # A fixed salt and no date: the same run gives the same bytes.
     with matplotlib.rc_context({"svg.hashsalt": "retrieval"}):
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         draw(figure, epochs)

@@ -59,7 +59,8 @@ class OnePerClass(nn.Module):
         if self.anchors == "one":
             anchors = _one_of_each(labels)
         matches = labels[anchors][:, None] == classes
-        row, cls = matches.nonzero(as_tuple=True)  # at most one class per anchor
+        # At most one class per anchor.
+        row, cls = matches.nonzero(as_tuple=True)
         if same_items:
             positives = count[cls] - 1
         else:
@@ -75,7 +76,8 @@ class OnePerClass(nn.Module):
         place, other = differs.nonzero(as_tuple=True)
         a = anchors[row[place]]
         step = _below(positives[place])
-        if same_items:  # an item is not its own positive
+        # An item is not its own positive.
+        if same_items:
             rank = torch.empty_like(order)
             rank[order] = torch.arange(len(order), device=order.device) - start[group[order]]
             step = step + (step >= rank[a]).long()
@@ -154,12 +156,14 @@ class SemiHard(nn.Module):
 
 def _below(count: Tensor) -> Tensor:
     """Return a random integer from 0 to count − 1 for each count."""
+    # The product can round up to `count`, hence the minimum.
     drawn = (torch.rand(len(count), device=count.device, dtype=torch.float64) * count).long()
     return torch.minimum(drawn, count - 1)
 
 
 def _one_of_each(labels: Tensor) -> Tensor:
     """Return a random item of each class."""
+    # The first item of a class in a random order is a random item of it.
     shuffled = torch.randperm(len(labels), device=labels.device)
     classes, group = torch.unique(labels[shuffled], return_inverse=True)
     first = torch.full((len(classes),), len(labels), device=labels.device)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from retrieval.helpers import lazy_names
 from retrieval.plugin import Factories, hookimpl
 
-if TYPE_CHECKING:  # `lazy_names` reads this list
+# `lazy_names` reads this list.
+if TYPE_CHECKING:
     from retrieval_metric_learn.learners import (
         ITML as ITML,
         LFDA as LFDA,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from retrieval.helpers import lazy_names
 from retrieval.plugin import Factories, hookimpl
 
-if TYPE_CHECKING:  # `lazy_names` reads this list
+# `lazy_names` reads this list.
+if TYPE_CHECKING:
     from retrieval_oahu.abtl import ABTL as ABTL
     from retrieval_oahu.combiners import HedgeScore as HedgeScore, HedgeSum as HedgeSum
     from retrieval_oahu.learner import OAHU as OAHU

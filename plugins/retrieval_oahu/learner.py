@@ -168,7 +168,8 @@ class OAHU(RandomTriplets):
         self.mean_: Floats = np.zeros(features)
         self.scale_: Floats = np.ones(features)
         if sample is not None:
-            self.seen_ = -1  # mean and deviation are fixed
+            # Mean and deviation are fixed.
+            self.seen_ = -1
             self.mean_ = sample.mean(axis=0)
             self.scale_ = _floored(sample.std(axis=0))
 
@@ -180,7 +181,8 @@ class OAHU(RandomTriplets):
             if 0 <= self.seen_ < SETTLE:
                 self._follow(triplet)
             rows = self._standardized(triplet)
-            alpha = self.alpha_.astype(rows.dtype)  # float64 would widen all products
+            # Float64 would widen all products.
+            alpha = self.alpha_.astype(rows.dtype)
             losses = network.step(rows, alpha, self.tau, self.learning_rate)
             self.alpha_ = hedge_update(self.alpha_, losses, self.beta, self.smoothing, self.rule)
             used += bool((losses > 0).any())

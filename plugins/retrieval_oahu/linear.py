@@ -93,7 +93,8 @@ class MatrixLearner(LinearMap, OnlineLearner):
             self._settle((differences**2).sum(axis=1))
 
     def _settle(self, squares: Floats) -> None:
-        mean = float(squares.mean()) or 1.0  # 0 if all vectors are equal
+        # It is 0 if all vectors are equal.
+        mean = float(squares.mean()) or 1.0
         self.unit_ = mean**0.5
         self.distances_ = np.sort(squares / mean)
 
@@ -217,7 +218,8 @@ class RDML(MatrixLearner, RandomTriplets):
         if similar:
             step = max(-step, -SHARE / length)
         add_outer(self.matrix_, step, difference, difference)
-        add_outer(self.inverse_, -step / (1 + step * length), moved, moved)  # Sherman–Morrison
+        # The formula of Sherman and Morrison needs no inversion.
+        add_outer(self.inverse_, -step / (1 + step * length), moved, moved)
         self.changes_ += 1
         if self.changes_ % REFRESH == 0:
             self.inverse_ = np.ascontiguousarray(np.linalg.inv(self.matrix_))
@@ -252,7 +254,8 @@ class OPML(MatrixLearner):
         return one_pass(codes, order)
 
     def _triplet(self, differences: Floats) -> bool:
-        codes = differences @ self.matrix_.T  # (2, F): L u and L v
+        # L u and L v, (2, F).
+        codes = differences @ self.matrix_.T
         if 1 + codes[0] @ codes[0] - codes[1] @ codes[1] <= 0:
             return False
         gram = differences @ differences.T
@@ -276,7 +279,8 @@ class OPML(MatrixLearner):
 def one_pass(labels: Ints, order: Array) -> Iterator[Triplet]:
     """Yield triplets: an item of `order`, the latest of its class, and the latest of another."""
     latest: dict[int, int] = {}
-    recent: list[int] = []  # the two latest classes, the latest first
+    # The two latest classes, the latest first.
+    recent: list[int] = []
     for item in map(int, order):
         label = int(labels[item])
         other = next((c for c in recent if c != label), None)

@@ -50,7 +50,8 @@ class Memory:
         self.parted = parted
         self.used = used
         self._clock = int(used.max(initial=0))
-        self.size = int((used > 0).sum())  # slots are filled in order
+        # Slots are filled in order.
+        self.size = int((used > 0).sum())
         self._slot = {keys[slot].tobytes(): slot for slot in range(self.size)}
 
     def take(self, vector: Floats, key: bytes) -> tuple[int, bool]:
@@ -69,7 +70,8 @@ class Memory:
             self._slot[key] = slot
             self.vectors[slot] = vector
             self.keys[slot] = np.frombuffer(key, np.uint64)
-        self.used[slot] = self._clock  # an item that comes again stays longer
+        # An item that comes again stays longer.
+        self.used[slot] = self._clock
         return slot, new
 
     def learn(self, anchor: int, positive: int, negative: int) -> None:
@@ -104,7 +106,8 @@ class Memory:
         """
         distances[np.arange(len(anchors)), anchors] = np.inf
         window = max(VOTERS[-1], int(share * self.size))
-        window = min(window, self.size - 1)  # without the item itself
+        # Without the item itself.
+        window = min(window, self.size - 1)
         nearest = np.argpartition(distances, window - 1, axis=1)[:, :window]
         order = np.argsort(np.take_along_axis(distances, nearest, 1), axis=1)
         nearest = np.take_along_axis(nearest, order, 1)

@@ -170,7 +170,8 @@ def triplet_gradient(z: Floats, alpha: Floats, tau: float) -> tuple[Floats, Floa
     norms = np.sqrt(np.einsum("lie,lie->li", z, z))
     inverse = np.divide(1, norms, out=np.zeros_like(norms), where=norms >= TINY)
     f = z * inverse[:, :, None]
-    differences = f[:, :1] - f[:, 1:]  # anchor − positive, anchor − negative
+    # Anchor − positive, anchor − negative.
+    differences = f[:, :1] - f[:, 1:]
     squares = np.einsum("lie,lie->li", differences, differences)
     distances = np.minimum(np.sqrt(squares), 2)
     losses, slope_p, slope_n = bounds_loss(distances[:, 0], distances[:, 1], tau)

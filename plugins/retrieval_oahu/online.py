@@ -250,11 +250,13 @@ class OnlineLearner(MetricLearner):
     def _reset(self, features: int, sample: Floats | None) -> None:
         self.n_triplets_ = self.n_used_ = self.n_skipped_ = 0
         try:
-            self._chosen_seed()  # checked now, as some streams never use it
+            # Checked now, as some streams never use it.
+            self._chosen_seed()
             check_parameters(self)
             self._begin(features, sample)
         except Exception:
-            del self.n_triplets_  # the learner counts as not fitted
+            # The learner counts as not fitted.
+            del self.n_triplets_
             raise
 
 

@@ -174,7 +174,8 @@ def _nearest(query: Floats, references: Floats, k: int) -> tuple[Ints, Floats64]
         approximate = norms - 2 * block @ references.T
         if wide < size:
             candidates = np.argpartition(approximate, wide - 1, axis=1)[:, :wide]
-            candidates = np.sort(candidates, axis=1)  # so that equal distances are ordered by row
+            # So that equal distances are ordered by row.
+            candidates = np.sort(candidates, axis=1)
         else:
             candidates = np.broadcast_to(np.arange(size), (len(block), size))
         difference = references[candidates].astype(np.float64) - block[:, None]

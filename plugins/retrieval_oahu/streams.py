@@ -171,7 +171,8 @@ def from_labels(
             "Triplets need at least two classes, one of them with two members. There are"
             f" {len(sizes)} classes with at most {sizes.max(initial=0)} members."
         )
-    position = np.empty(len(order), dtype=np.int64)  # of each item in `order`
+    # The position of each item in `order`.
+    position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
     forbidden = held_out or HeldOut([])
 
@@ -250,7 +251,8 @@ class with_closure:
         self._window: deque[Triplet] = deque()
         self._closure = Closure()
         self._seen = set[Triplet]()
-        self._owed = 0.0  # number of implied triplets to yield before the next seed
+        # Number of implied triplets to yield before the next seed.
+        self._owed = 0.0
 
     def __iter__(self) -> Iterator[Triplet]:
         return self
@@ -305,7 +307,8 @@ def paper_stream(
     labels: ArrayLike, seeds: int, closure: int, *, seed: int = 0, held_out: HeldOut | None = None
 ) -> Iterator[Triplet]:
     """Yield the stream of OAHU's experiments (§4.3.2): random seeds, then implied triplets."""
-    rng = np.random.default_rng([seed, 1])  # independent of the generator of the seeds
+    # Independent of the generator of the seeds.
+    rng = np.random.default_rng([seed, 1])
     source = from_labels(labels, seed=seed, held_out=held_out)
     closed = Closure()
     seen: set[Triplet] = set()

@@ -161,7 +161,8 @@ class Warm(LinearMap, RandomTriplets):
         width = min(self.components or features, features)
         self.basis_ = np.eye(features)
         if width < features:
-            _, directions = np.linalg.eigh(covariance)  # by increasing variance
+            # Ordered by increasing variance.
+            _, directions = np.linalg.eigh(covariance)
             self.basis_ = _signed(np.ascontiguousarray(directions[:, ::-1][:, :width].T))
         self.sum_ = np.zeros(0)
         self.products_ = np.zeros((0, 0))
@@ -190,7 +191,8 @@ class Warm(LinearMap, RandomTriplets):
             if len(self.waiting_) == min(max(self.learned_, 1), BLOCK):
                 self._block(self.waiting_ - self.mean_)
                 self.waiting_ = self.waiting_[:0]
-        return len(triplets)  # every triplet changes the memory
+        # Every triplet changes the memory.
+        return len(triplets)
 
     def _block(self, triplets: Floats) -> None:
         """Judge experts on a block of centred triplets, learn it, and choose the metric."""
@@ -200,7 +202,8 @@ class Warm(LinearMap, RandomTriplets):
         self._judge_triplets(triplets, codes, folds[:, 0])
         self._judge_neighbours(to_judge)
         differences = codes[:, 0] - codes[:, 1]
-        for fold in range(FOLDS + 1):  # the last moment, of all pairs, is served
+        # The last moment, of all pairs, is served.
+        for fold in range(FOLDS + 1):
             pairs = differences[(folds[:, :2] != fold).all(axis=1)]
             self.moment_[fold] += pairs.T @ pairs
             self.pairs_[fold] += len(pairs)

@@ -107,9 +107,11 @@ class P2SGradLoss(losses.P2SGradLoss):
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
         """Return the loss by name, in the format of pytorch-metric-learning's reducers."""
+        # `renorm` never lengthens a column, so it first shortens all to 1e-5.
         self.weight.data = self.weight.data.renorm(2, 1, 1e-5).mul(1e5)
         cosines = F.normalize(embeddings) @ self.weight.to(embeddings)
         target = F.one_hot(labels, self.num_classes).to(cosines.dtype)
+        # Rounding takes some cosines slightly past ±1.
         return reduced_loss(F.mse_loss(cosines.clamp(-1, 1), target))
 
 
@@ -132,6 +134,7 @@ class ManifoldLoss(losses.ManifoldLoss):
 
     def __init__(self, classes: int, **parameters: Any) -> None:
         super().__init__(**parameters)
+        # A permutation modulo K gives every proxy equally many classes, up to one.
         self.register_buffer("meta_classes", torch.randperm(classes) % self.K)
 
     def compute_loss(
@@ -150,6 +153,7 @@ class ManifoldLoss(losses.ManifoldLoss):
         """Return the weights (P, P) of the ends of random walks from items and proxies (P, C)."""
         affinity = torch.exp(2 * self.distance(points).clamp(min=0))
         identity = torch.eye(len(points), dtype=affinity.dtype, device=affinity.device)
+        # Each step of the walk leaves its point.
         affinity = affinity.masked_fill(identity.bool(), 0)
         scale = affinity.sum(1).rsqrt()
         ends: Tensor = (1 - self.alpha) * torch.linalg.inv(
@@ -164,10 +168,12 @@ class ManifoldLoss(losses.ManifoldLoss):
         (N, 1), plus the margin; an excess below 0 does not count.
         """
         excess = similarity - similarity.gather(1, proxy) + self.margin
+        # The item's own proxy is no competitor, and exp(−∞) is 0.
         excess = excess.masked_fill((excess < 0).scatter(1, proxy, True), -torch.inf)
         return torch.log1p(excess.exp().sum(1)).mean()
 
 
+# The loss of an item depends on no other item, so that processes can divide the items.
 _SOFTMAX: dict[str, Any] = {"ref_emb": False, "rows": "items", "without": FIXED}
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {
@@ -223,6 +229,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         rows="items",
         similarity=True,
     ),
+    # Without `rows`: the loss of a proxy is the logarithm of a sum over the whole batch.
     "proxy_anchor": offer(
         losses.ProxyAnchorLoss,
         """Proxy-anchor loss: a proxy against all items of the batch; the hardest weigh most.

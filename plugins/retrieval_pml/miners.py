@@ -45,6 +45,7 @@ class MultiSimilarityMiner(miners.MultiSimilarityMiner):
         negative = ~positive
         if ref_emb is embeddings:
             positive.fill_diagonal_(False)
+        # An anchor without positives or without negatives yields no pair: nothing is beyond ±∞.
         farthest = distances.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
         nearest = distances.masked_fill(~negative, torch.inf).amin(1, keepdim=True)
         a1, p = torch.where(positive & (distances + self.epsilon > nearest))
@@ -75,6 +76,7 @@ class TripletMarginMiner(miners.TripletMarginMiner):
             distances = matrix
 
         def mask(a: Tensor, p: Tensor) -> Tensor:
+            # Similarities were negated, so a gap means the same for them as for distances.
             gap: Tensor = distances[a] - distances[a, p].unsqueeze(1)
             if self.type_of_triplets == "easy":
                 return gap.gt(self.margin)
@@ -127,6 +129,7 @@ def _triplets(
         same.fill_diagonal_(False)
     anchor, positive = torch.where(same)
     chunks = []
+    # The mask of a block has at most ENTRIES numbers, however large the batch is.
     step = max(1, ENTRIES // len(ref_labels))
     for a, p in zip(torch.split(anchor, step), torch.split(positive, step), strict=True):
         pair, n = torch.where(mask(a, p) & negative[a])

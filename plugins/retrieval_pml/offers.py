@@ -86,7 +86,8 @@ class _Loss(CheckedLoss):
         if not len(embeddings):
             return self.zero_losses()
         if labels is not None and self.known_classes and labels.dtype == torch.int32:
-            labels = ref_labels = labels.long()  # torch's cross-entropy accepts int64 only
+            # torch's cross-entropy accepts int64 only.
+            labels = ref_labels = labels.long()
         parts = super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         for part in parts.values():
             if isinstance(part["losses"], Tensor):
@@ -146,6 +147,8 @@ def offer(
         if name not in (*HIDDEN, *without)
     }
     empty = inspect.Parameter.empty
+    # Shared parameters come last, as in the docstrings. A signature needs those without a default
+    # first; the sort is stable, so nothing else moves.
     order = [*(x for x in offered if x not in MEANINGS), *(x for x in MEANINGS if x in offered)]
     order.sort(key=lambda name: offered[name] is not empty)
     parameters = [_parameter(name, offered[name], types) for name in order]
@@ -163,6 +166,7 @@ def offer(
         if values.get("weight_init_func") is not None:
             values["weight_init_func"] = getattr(nn.init, f"{values['weight_init_func']}_")
         part = built(**values)
+        # A margin loss with one boundary for all classes accepts any label.
         if isinstance(part, _Loss) and values.get("per_class", True):
             part.known_classes = bound.arguments.get("classes")
         return part
@@ -187,6 +191,7 @@ def _upstream_parameters(cls: type) -> dict[str, Any]:
         for p in after_self:
             if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
                 parameters.setdefault(p.name, p.default)
+        # Only `**kwargs` passes a base class's parameters on.
         if not any(p.kind is p.VAR_KEYWORD for p in after_self):
             break
     return parameters
@@ -197,6 +202,7 @@ def _parameter(name: str, default: Any, types: dict[str, Any]) -> inspect.Parame
     known = NAMES.get(name, name)
     annotation = types.get(known, TYPES.get(known))
     if annotation is None:
+        # Upstream writes whole defaults, such as margin=1, for real numbers.
         if type(default) is int:
             annotation = float
         else:
@@ -213,6 +219,7 @@ def _checked(cls: Any, takes: dict[str, bool], rows: str | None) -> Any:
     mixin: Any = {BaseMetricLossFunction: _Loss, BaseMiner: _Miner}
     for base, check in mixin.items():
         if issubclass(cls, base):
+            # `CheckedLoss` is the first base, and its `__init__` knows no parameters of this class.
             members = {"__init__": cls.__init__, "__retrieval_traits__": takes}
             members |= {"rows": rows} if rows else {}
             return type(cls.__name__, (check, cls), members | {"__doc__": cls.__doc__})
@@ -253,6 +260,7 @@ def label_masks(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return masks (N, M) of positive and of negative pairs; no item is its own positive."""
     positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
     negative = ~positive
+    # A process that has some rows of the batch compares them with the whole batch.
     offset = first_row()
     if ref_labels is labels:
         offset = 0

@@ -172,9 +172,12 @@ class LiftedStructureLoss(losses.LiftedStructureLoss):
 def _log_sums(values: Tensor, segment: Tensor, segments: int) -> Tensor:
     """Return log Σ exp of the values of each segment; the lowest number for an empty segment."""
     lowest = torch.finfo(values.dtype).min
+    # The largest value cancels out of the result, so it needs no gradient. With −∞ in place of
+    # the lowest number, `logaddexp` of two empty segments would have a NaN gradient.
     top = values.new_full((segments,), lowest).scatter_reduce(0, segment, values.detach(), "amax")
     total = values.new_zeros(segments).index_add(0, segment, torch.exp(values - top[segment]))
     empty = total == 0
+    # log(0) has an infinite gradient, which `where` turns into NaN even where it is not chosen.
     return torch.where(empty, lowest, top + torch.log(total.masked_fill(empty, 1)))
 
 
@@ -243,7 +246,8 @@ class SupConLoss(_MaskedPairs, losses.SupConLoss):
 
     def _compute_loss(self, mat: Tensor, pos_mask: Tensor, neg_mask: Tensor) -> Any:
         if first_row() is not None and not bool(pos_mask.any()):
-            return item_losses(mat.sum(1) * 0)  # other rows of the batch may have positives
+            # Zeros that keep a gradient: other rows of the batch may have positives.
+            return item_losses(mat.sum(1) * 0)
         return super()._compute_loss(mat, pos_mask, neg_mask)
 
 
@@ -261,6 +265,7 @@ class _AgainstNegatives(_ListedPairs):
         # If other rows of the batch have negatives, a mean over pairs counts these pairs too.
         if len(a2) == 0:
             neg_pairs = pos_pairs[:0]
+        # Upstream passes no embeddings here, so the indices tell how many anchors there are.
         anchors = int(torch.cat([a1, a2]).max()) + 1
         pushed = _log_sums(self.pushed(neg_pairs), a2, anchors)[a1]
         loss = F.softplus(pushed - self.pulled(pos_pairs))

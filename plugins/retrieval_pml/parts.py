@@ -135,6 +135,7 @@ def multiple(
     """
     if len(set(names)) != len(reducers) or len(names) != len(reducers):
         raise ValueError(f"the {len(reducers)} reducers need as many different names, not {names}")
+    # The parameter `reducers` hides the module of this name.
     from pytorch_metric_learning.reducers import MultipleReducers
 
     return MultipleReducers(  # type: ignore[no-any-return]
@@ -143,6 +144,7 @@ def multiple(
 
 
 REDUCERS: Mapping[str, Callable[..., Any]] = {
+    # Upstream's class is the threshold reducer with low = 0.
     "avg_non_zero": offer(
         reducers.AvgNonZeroReducer, "The mean of the losses above 0.", without=("low", "high")
     ),

@@ -45,6 +45,7 @@ class SmoothAPLoss(losses.SmoothAPLoss):
         query, item = torch.where(same)
         # (pairs, N): whether each item ranks before this positive for the query, as a sigmoid
         ahead = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.temperature)
+        # A positive does not rank before itself.
         ahead = ahead.scatter(1, item.unsqueeze(1), 0)
         precision = (1 + (ahead * same[query]).sum(1)) / (1 + ahead.sum(1))
         loss = 1 - mat.new_zeros(len(mat)).index_add(0, query, precision) / same.sum(1)
@@ -80,9 +81,11 @@ class PNPLoss(losses.PNPLoss):
         """
         mat = self.distance(embeddings)
         same = labels.unsqueeze(1) == labels.unsqueeze(0)
-        query, item = torch.where(same)  # a query counts as its own positive
+        # A query counts as its own positive.
+        query, item = torch.where(same)
         before = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.anneal)
-        cost = negatives = (before * ~same[query]).sum(1)  # before each positive
+        # Negatives are counted before each positive only.
+        cost = negatives = (before * ~same[query]).sum(1)
         if self.variant == "Ds":
             cost = torch.log(1 + negatives)
         elif self.variant == "Dq":
@@ -124,8 +127,11 @@ class HistogramLoss(losses.HistogramLoss):
 
         Each cosine is divided between the two edges of its bin, in proportion to nearness.
         """
+        # 2 / delta may exceed a whole number by a rounding error, which would add a bin.
         bins = math.ceil(round(2 / self.delta, 6))
         place = (distances.clamp(-1, 1) + 1) / self.delta
+        # The number of a bin is a step function; only the share has a gradient. A cosine of 1 is
+        # in the last bin, whose upper edge it reaches.
         low = place.detach().floor().clamp(0, bins - 1).long()
         upper_share = place - low
         density = torch.zeros(bins + 1, dtype=distances.dtype, device=distances.device)
@@ -198,6 +204,7 @@ class NCALoss(losses.NCALoss):
         if same_items:
             itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
             logits = logits.masked_fill(itself, -torch.inf)
+            # An item is not its own neighbour.
             same = same & ~itself
         kept = torch.where(same.any(1))[0]
         if len(kept) == 0:

@@ -41,12 +41,14 @@ class TripletMarginLoss(losses.TripletMarginLoss):
     ) -> Any:
         """Return the losses by name; where possible, add up all triplets without listing them."""
         mat = self.distance(embeddings, ref_emb)
+        # `Sums` stands in for the reducer if processes divide the anchors.
         if isinstance(self.reducer, Sums):
             reducer = self.reducer.inner
         else:
             reducer = self.reducer
         if isinstance(reducer, reducers.MultipleReducers):
             reducer = dict(reducer.reducers).get("loss", reducer.default_reducer)
+        # Only these types, no subclasses: others may need the loss of each triplet.
         if indices_tuple is None and self.rows_by_labels and type(reducer) in _SUMMABLE:
             return self._all_triplets(mat, labels, ref_labels, reducer)
         triplets = loss_and_miner_utils.convert_to_triplets(
@@ -125,10 +127,14 @@ class _AllTriplets(torch.autograd.Function):
 
         `distances` (N, M) may be negated similarities. A bound of None excludes no triplet.
         """
+        # An infinite distance makes the loss of what is no negative 0.
         to_negative = distances.masked_fill(~negative, torch.inf)
         anchor, other = torch.where(positive)
         limit = distances[anchor, other] + margin
+        # The gradient is the number of triplets with a loss in which a distance occurs, so one
+        # matrix (N, M) replaces the triplets in the backward pass.
         slope = torch.zeros_like(distances)
+        # A batch may have millions of triplets: a float32 sum would lose digits.
         total = distances.new_zeros((), dtype=torch.float64)
         counted = torch.zeros((), dtype=torch.int64, device=distances.device)
         step = max(1, TRIPLETS // distances.shape[1])
@@ -142,6 +148,7 @@ class _AllTriplets(torch.autograd.Function):
             if high is not None:
                 kept = kept & (loss < high)
             counted += kept.sum()
+            # Without bounds, what is not counted is 0 already.
             if low is not None or high is not None:
                 loss *= kept
             total += loss.sum(dtype=torch.float64)
@@ -206,11 +213,13 @@ class MarginLoss(losses.MarginLoss):
             return self.zero_losses()
         mat = self.distance(embeddings, ref_emb)
         beta = self.beta.to(mat)
+        # Without boundaries per class, each item reads the single one in row 0.
         edge = beta[labels if len(beta) > 1 else labels * 0].unsqueeze(1)
         pull = F.relu(self.distance.margin(mat, edge) + self.margin) * positive
         push = F.relu(self.distance.margin(edge, mat) + self.margin) * negative
         # A pair counts once for each of its triplets.
         divisor = ((pull > 0) * negatives + (push > 0) * positives).sum()
+        # If no pair has a loss, the result is 0 and not 0 / 0.
         scale = (divisor > 0) / divisor.clamp(min=1)
         penalty = self.compute_reg_loss(beta, None, divisor)
         if self.learn_beta and len(beta) > 1:
@@ -258,6 +267,7 @@ class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
         histogram = self.hist_
+        # A buffer is saved with the run; upstream's attribute of this name is in its way.
         del self.hist_
         self.register_buffer("hist_", histogram)
 
@@ -269,9 +279,11 @@ class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
     def update_histogram(self, data: Tensor) -> None:
         """Mix the histogram of this batch's differences (T,) into the running one."""
         low, upper_share = self._bins(data)
-        high = (low + 1).clamp(max=self.num_bins - 1)  # differences in the last bin stay there
+        # Differences in the last bin stay there.
+        high = (low + 1).clamp(max=self.num_bins - 1)
         batch = torch.zeros_like(self.hist_).index_add(0, low, 1 - upper_share)
         batch = batch.index_add(0, high, upper_share)
+        # The first batch replaces the initial zeros.
         if bool(self.hist_.any()):
             momentum = self.momentum
         else:

@@ -118,7 +118,8 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         miner: chooses pairs or triplets between the batch and the queue. By default all are used.
     """
 
-    queue_state: Tensor  # the position, and whether the queue is filled
+    # The position, and whether the queue is filled: as a buffer, both are saved with the run.
+    queue_state: Tensor
 
     def __init__(
         self,
@@ -156,6 +157,7 @@ class CrossBatchMemory(losses.CrossBatchMemory):
 
     def reset_queue(self) -> None:
         """Empty the queue."""
+        # Upstream's `__init__` calls this method, before which no buffer can exist.
         if "queue_state" not in self._buffers:
             self.register_buffer("queue_state", torch.zeros(2, dtype=torch.long))
         super().reset_queue()
@@ -213,6 +215,7 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         do_remove_self_comparisons: bool,
     ) -> Any:
         """Return indices of pairs or triplets: anchors in the batch, other items in the queue."""
+        # The batch is already in the queue, so an item meets itself there.
         places = self.curr_batch_idx
         if self.miner:
             indices = self.miner(embeddings, labels, E_mem, L_mem)
@@ -259,7 +262,8 @@ class VICRegLoss(losses.VICRegLoss):
     ) -> Any:
         """Return the losses by name; the labels define the two views."""
         first, second = pair_views(labels)
-        if len(first) < 2:  # a single pair has no variance
+        # A single pair has no variance.
+        if len(first) < 2:
             return self.zero_losses()
         return super().compute_loss(embeddings[first], None, None, embeddings[second], None)
 

@@ -38,6 +38,7 @@ CALTECH256 = Published(
     "256_ObjectCategories/ with a folder for each class",
     {"": [Count(29_780, 256)]},
 )
+# The files do not number the classes: the position of a name is its code.
 _LISTS = {"fine": ("fine_label_names.txt", 100), "coarse": ("coarse_label_names.txt", 20)}
 
 
@@ -150,6 +151,7 @@ def _folders(
         for key in keys
         if len(key.parts) == 2 and key.parts[0] != left_out
     ]
+    # A dangling link is a fault, unless the user asked to skip what cannot be read.
     problems, notes = ([], dangling) if skip_bad else (dangling, [])
     return assemble(
         published, Lists(root, rows, problems, notes), counts, where=folder, skip_bad=skip_bad
@@ -218,6 +220,7 @@ def _names(path: Path, count: int) -> list[str]:
         raise DataError(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
         ) from error
+    # A code beyond the list of names would fail much later, and without the file's name.
     if len(names) != count:
         raise DataError(f"{path} has {len(names):,} names instead of {count}.")
     return names

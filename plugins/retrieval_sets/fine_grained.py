@@ -24,6 +24,7 @@ from retrieval_sets.published import (
 )
 
 _MAX_BYTES = 64 << 20  # of a MATLAB file
+# A small packed file can unpack to more than the memory.
 _MAX_UNPACKED_BYTES = 256 << 20
 _HEADER = 128  # bytes, in MATLAB's file format 5
 _COMPRESSED = 15  # type of a packed element in that format
@@ -60,7 +61,8 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
     from scipy.io import loadmat
 
     try:
-        _check_sizes(path)  # SciPy unpacks without bounds
+        # SciPy unpacks without bounds.
+        _check_sizes(path)
         # SciPy would append ".mat" to a path. It returns objects of MATLAB as bytes.
         with path.open("rb") as file:
             variables = loadmat(
@@ -88,6 +90,7 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
 def _scalar(value: Any) -> Any:
     """Return the number or text that a cell holds, or None for other content."""
     array: Array = np.asarray(value)
+    # MATLAB wraps each value in an array, and SciPy keeps some of these.
     if array.dtype == object and array.size == 1:
         array = np.asarray(array.ravel()[0])
     if array.size == 1 and array.dtype.kind in "iufU":
@@ -118,6 +121,7 @@ def _check_sizes(path: Path) -> None:
                 length = len(zlib.decompressobj().decompress(element, _MAX_UNPACKED_BYTES + 1))
             except zlib.error as error:
                 raise DataError(f"{path} is damaged: {error}.") from error
+        # Elements that are not packed count with their own length.
         total += length
         offset += 8 + len(element)
     if total > _MAX_UNPACKED_BYTES:

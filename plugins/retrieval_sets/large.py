@@ -123,6 +123,7 @@ def google_landmarks_v2(
     rows = []
     for _, (label, images) in read_lines(root / name, 2, problems, skip=1, comma=True):
         rows += [Row(_place("train", image), label, "train") for image in images.split()]
+    # The solution lists images, not landmarks; the index says what they show.
     index: dict[str, str] = {}
     for _, (image, label) in read_lines(root / listed, 2, problems, skip=1, comma=True):
         index[image] = label
@@ -204,6 +205,7 @@ def in_shop(
     else:
         boxes = {}
     rows = []
+    # The first line is the number of images, the second names the columns.
     for line, (path, item, status) in read_lines(listed, 3, problems, skip=2):
         if status not in _ROLES:
             problems.append(
@@ -222,6 +224,7 @@ def in_shop(
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
     """Return the boxes by image: the list's last four columns left, top, right and bottom."""
     boxes: dict[str, Box] = {}
+    # Columns two and three are the type of clothing and of the pose, which nothing here uses.
     for line, (name, _, _, *words) in read_lines(path, 7, problems, skip=2):
         if (edges := numbers(path, line, words, problems, 0, 1 << 20)) is not None:
             left, top, right, bottom = edges

@@ -41,17 +41,20 @@ def read_lines(
     Raises:
         DataError: the file is missing, too large, or not UTF-8 text.
     """
+    # Wrong lines are collected, so that one error names all of them.
     wrong: list[int] = []
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise DataError(f"{path} has {size:,} bytes. A list may have at most {_MAX_BYTES:,}.")
         with path.open(encoding="utf-8-sig", newline="" if comma else None) as file:
+            # Not `for line in file`: a damaged file may be a single line of gigabytes.
             lines = iter(partial(file.readline, _MAX_LINE), "")
             split: Iterator[list[str]] = (line.split() for line in lines)
             if comma:
                 split = csv.reader(lines)
             for number, row in enumerate(split, 1):
-                if number <= skip or not row:  # a header, or an empty line
+                # A header, or an empty line.
+                if number <= skip or not row:
                     continue
                 if len(row) == words:
                     yield number, row
@@ -81,6 +84,7 @@ def numbers(
     values = []
     for word in words:
         if not (
+            # int() also accepts signs, spaces, underscores and the digits of other scripts.
             word.isascii() and word.isdigit() and len(word) < 12 and first <= int(word) <= last
         ):
             if line is None:
@@ -136,6 +140,7 @@ class Published:
                 f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
                 f" {self.advice}"
             )
+        # Users name the folder itself or the one into which they unpacked the archive.
         for place in (folder, *(folder / name for name in inside)):
             if all((place / name).exists() for name in names):
                 return place
@@ -255,6 +260,7 @@ def count_problems(published: Published, rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each side whose counts differ from the published ones."""
     sides: dict[str, list[str]] = {}
     for row in rows:
+        # Query and gallery are counted apart; both belong to the test side.
         sides.setdefault(row.role or row.split, []).append(row.label)
     return differing(published.counts, sides)
 
@@ -262,6 +268,7 @@ def count_problems(published: Published, rows: Sequence[Row]) -> list[str]:
 def inside(path: str) -> bool:
     """Return whether a path in a list stays within the folder of the images."""
     pure = PurePosixPath(path)
+    # A list from elsewhere must not make the data set read other files of the user.
     return bool(path) and "\0" not in path and not pure.is_absolute() and ".." not in pure.parts
 
 
@@ -302,6 +309,7 @@ def _role_problems(rows: Sequence[Row], strict: bool) -> list[str]:
     if gallery and not query:
         return ["there is a gallery, but no image is a query."]
     absent = sorted(query - gallery)
+    # With counts = "any", a part of the data set may lack some classes, but not all.
     if absent and (strict or len(absent) == len(query)):
         plural = len(absent) > 1
         return [

@@ -45,6 +45,7 @@ MARKET = Published(
     "bounding_box_train/, query/ and bounding_box_test/, as Market-1501-v15.09.15.zip unpacks them",
     {"train": [Count(12_936, 751)], "query": [Count(3_368, 750)], "gallery": [Count(15_913, 751)]},
 )
+# Market-1501 names junk images by the person −1.
 _FILE_NAME = re.compile(r"(-1|\d{4,6})_c(\d{1,3})(?:s\d+)?_.*\.\w+")
 
 
@@ -169,6 +170,7 @@ def _rows(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) ->
             problems.append(listing.dangling(root / name))
         for path in listing.images:
             match = _FILE_NAME.fullmatch(path.name)
+            # Misnamed files are collected, so that one error names all of them.
             if match is None:
                 misnamed.append(path.relative_to(root).as_posix())
                 continue
