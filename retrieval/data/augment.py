@@ -35,14 +35,15 @@ if TYPE_CHECKING:
     from retrieval.recipe.read import Recipe
     from retrieval.recipe.tables import Augmentation
 
+# Number of random boxes that a crop tries, as in torchvision.
 _TRIES = 10
-"""Number of random boxes that a crop tries, as in torchvision."""
+# Draws per image: mirror, top, left, the area of each box, the aspect ratio of each box. All are
+# drawn for every image, so that one image's luck does not shift the draws of the next.
 _DRAWS = 3 + 2 * _TRIES
-"""Draws per image: mirror, top, left, the area of each box, the aspect ratio of each box."""
+# Keep the three kinds of draws independent, although seed, epoch and batch are the same.
 _UNIFORM_KEY = 1
 _SEEDS_KEY = 2
 _MIX_KEY = 3
-"""Keep the three kinds of draws independent, although seed, epoch and batch are the same."""
 
 
 def crop_box(
@@ -63,22 +64,19 @@ def crop_box(
     high = math.log(ratio[1])
     _, top, left, *tries = draws.tolist()
     for area_draw, ratio_draw in zip(tries[:_TRIES], tries[_TRIES:], strict=True):
-        area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
+        share = scale[0] + (scale[1] - scale[0]) * area_draw
+        area = height * width * share
+        # Logarithms make a ratio of 2 as likely as one of 1/2.
         aspect = math.exp(low + (high - low) * ratio_draw)
-        w = round(math.sqrt(area * aspect))
-        h = round(math.sqrt(area / aspect))
-        if 1 <= w <= width and 1 <= h <= height:
-            return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
-    whole = width / height
-    if whole <= ratio[1]:
-        w = width
-    else:
-        w = max(1, round(height * ratio[1]))
-    if whole >= ratio[0]:
-        h = height
-    else:
-        h = max(1, round(width / ratio[0]))
-    return (height - h) // 2, (width - w) // 2, h, w
+        box_width = round(math.sqrt(area * aspect))
+        box_height = round(math.sqrt(area / aspect))
+        if 1 <= box_width <= width and 1 <= box_height <= height:
+            first_row = int(top * (height - box_height + 1))
+            first_column = int(left * (width - box_width + 1))
+            return first_row, first_column, box_height, box_width
+    box_width = max(1, min(width, round(height * ratio[1])))
+    box_height = max(1, min(height, round(width / ratio[0])))
+    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
 def built_transforms(recipe: Recipe) -> tuple[Transform, ...]:
@@ -134,15 +132,14 @@ class Changes:
             interpolation=InterpolationMode(preprocessing.interpolation),
         )
         pixels = np.asarray(image, dtype=np.uint8)
-        if preprocessing.channels == 1:
+        if pixels.ndim == 2:
             return pixels[None]
         return pixels.transpose(2, 0, 1)
 
     def mirror(self, pixels: Pixels, draws: Draws) -> Pixels:
         """Mirror some of a batch's images (B, channels, H, W) left to right, in place."""
         chosen = draws.uniform[:, 0] < self.table.horizontal_flip
-        if chosen.any():
-            pixels[chosen] = pixels[chosen, ..., ::-1]
+        pixels[chosen] = pixels[chosen, ..., ::-1]
         return pixels
 
     def transformed(self, pixels: Pixels, draws: Draws) -> Pixels:
@@ -153,31 +150,24 @@ class Changes:
         """
         image = torch.from_numpy(pixels)
         shape = image.shape
+        # One object for all transforms: each continues the sequence where the last one stopped.
         drawing = Drawing(int(draws.seeds))
         for number, transform in enumerate(self.transforms):
+            subject = f"[augmentation] transforms.{number} ({type(transform).__name__})"
             try:
                 with drawing:
-                    changed = transform(image)
+                    image = transform(image)
             except RetrievalError:
                 raise
             except Exception as fault:  # a plugin's transform may raise anything
+                raise DataError(f"{subject} fails: {type(fault).__name__}: {fault}") from fault
+            is_uint8 = isinstance(image, Tensor) and image.dtype == torch.uint8
+            if not is_uint8 or image.shape != shape:
                 raise DataError(
-                    f"{self._named(number)} fails: {type(fault).__name__}: {fault}"
-                ) from fault
-            if not (
-                isinstance(changed, Tensor)
-                and changed.dtype == torch.uint8
-                and changed.shape == shape
-            ):
-                raise DataError(
-                    f"{self._named(number)} gives {in_words(changed)}; the backbone takes uint8 of"
-                    f" shape {tuple(shape)}. Set its parameters so that it keeps size and type."
+                    f"{subject} gives {in_words(image)}; the backbone takes uint8 of shape"
+                    f" {tuple(shape)}. Set its parameters so that it keeps size and type."
                 )
-            image = changed
         return image.numpy()
-
-    def _named(self, number: int) -> str:
-        return f"[augmentation] transforms.{number} ({type(self.transforms[number]).__name__})"
 
 
 @dataclass(frozen=True)
@@ -210,7 +200,8 @@ class Mix:
         partner = random.permutation(size)
         if table.mix == "mixup":
             return cls(partner, weight, None)
-        side = (1 - weight) ** 0.5  # the box's share of height and width: its area is 1 − weight
+        # The box's share of height and width: its area is 1 − weight.
+        side = (1 - weight) ** 0.5
         spans = []
         for length, centre in zip(shape, random.random(2).tolist(), strict=True):
             middle = int(centre * length)
@@ -218,14 +209,17 @@ class Mix:
             spans.append(slice(max(0, middle - half), min(length, middle + half)))
         rows, columns = spans
         area = (rows.stop - rows.start) * (columns.stop - columns.start)
-        return cls(partner, 1 - area / (shape[0] * shape[1]), (rows, columns))
+        # The image's edge may cut the box, so the labels' weight follows from the true area.
+        weight = 1 - area / (shape[0] * shape[1])
+        return cls(partner, weight, (rows, columns))
 
     def mixed(self, images: Pixels, partners: Pixels) -> Pixels:
         """Return images (B, channels, H, W) with their partners' images mixed in."""
         if self.box is None:
-            own = images.astype(np.float32)
-            other = partners.astype(np.float32)
-            return np.rint(self.weight * own + (1 - self.weight) * other).astype(np.uint8)
+            own_part = self.weight * images.astype(np.float32)
+            partners_part = (1 - self.weight) * partners.astype(np.float32)
+            # Round, because the conversion alone would cut off and make every image darker.
+            return np.rint(own_part + partners_part).astype(np.uint8)
         mixed = images.copy()
         mixed[:, :, *self.box] = partners[:, :, *self.box]
         return mixed
@@ -270,16 +264,16 @@ _METHODS = (
     "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_"
     " uniform_"
 )
+# Torch's random functions that take a keyword `generator`.
 _DRAWING: frozenset[Any] = frozenset(
     [getattr(torch, name) for name in _FUNCTIONS.split()]
     + [getattr(Tensor, name) for name in _METHODS.split()]
 )
-"""Torch's random functions that take a keyword `generator`."""
+# Torch's functions that draw but take no generator, or that seed the global generator.
 _REFUSED = frozenset(
     getattr(torch, name)
     for name in ("rand_like", "randn_like", "randint_like", "binomial", "manual_seed", "seed")
 )
-"""Torch's functions that draw but take no generator, or that seed the global generator."""
 
 
 class Drawing(TorchFunctionMode):
@@ -298,7 +292,7 @@ class Drawing(TorchFunctionMode):
         """Call a torch function, with this object's generator if the function draws."""
         kwargs = kwargs or {}
         if func in _DRAWING and kwargs.get("generator") is None:
-            return func(*args, **{**kwargs, "generator": self.generator})
+            kwargs = kwargs | {"generator": self.generator}
         if func in _REFUSED:
             raise DataError(
                 f"An augmentation calls torch.{func.__name__}, whose numbers could not be drawn"

@@ -73,11 +73,12 @@ def frozen_features(
         DataError: an item cannot be read, a feature is not finite, or the cache cannot be written.
     """
     identity = dataset_identity(dataset)
-    place = None
+    entry = None
     if identity is not None:
+        # The batch size and the device count, because they change how torch rounds.
         device_type = torch.device(device).type
         key = [_FORMAT, fingerprint, repr(preprocessing), identity, batch_size, device_type, width]
-        place = cache_folder() / "features" / checksum(json.dumps(key).encode()).hex()
+        entry = cache_folder() / "features" / checksum(json.dumps(key).encode()).hex()
 
     def compute(items: Ints) -> Iterator[Floats32]:
         try:
@@ -88,7 +89,7 @@ def frozen_features(
             raise DataError(f"An item of the dataset cannot be read: {error}.") from error
 
     try:
-        with _entry(place) as folder:
+        with _locked(entry) as folder:
             _fill(folder, dataset, width, batch_size, compute)
             if not len(dataset):
                 return np.empty((0, width), np.float32)
@@ -97,12 +98,14 @@ def frozen_features(
             with path.open("rb") as file:
                 return FileMap(file, last_words).floats((len(dataset), width))
     except OSError as error:
-        full = error.errno == errno.ENOSPC
-        if full:
+        reason = error.strerror or str(error)
+        if error.errno == errno.ENOSPC:
             reason = "the disk is full"
-        else:
-            reason = error.strerror or str(error)
-        where, variable = (place, "RETRIEVAL_CACHE") if place else ("a temporary folder", "TMPDIR")
+        where = "a temporary folder"
+        variable = "TMPDIR"
+        if entry is not None:
+            where = str(entry)
+            variable = "RETRIEVAL_CACHE"
         raise DataError(
             f"Features cannot be kept in {where}: {reason}. Make room, or set {variable} to"
             " another folder."
@@ -110,30 +113,31 @@ def frozen_features(
 
 
 @contextmanager
-def _entry(place: Path | None) -> Iterator[Path]:
-    """Context manager: an entry's locked folder, or a temporary folder if `place` is None."""
-    if place is None:
+def _locked(entry: Path | None) -> Iterator[Path]:
+    """Context manager: an entry's locked folder, or a temporary folder if there is no entry."""
+    if entry is None:
         log.warning("The dataset has no arrays or files, so features are kept for this run only.")
         with tempfile.TemporaryDirectory(
             prefix="retrieval-features-", ignore_cleanup_errors=True
         ) as temporary:
             yield Path(temporary)
         return
-    place.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(place / "lock")
+    entry.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(entry / "lock")
+    # Try without waiting first, to tell the user why nothing happens.
     try:
         acquired = lock.acquire(timeout=0)
     except Timeout:
-        log.warning("Waiting for another process that computes the features %s.", place)
+        log.warning("Waiting for another process that computes the features %s.", entry)
         acquired = lock.acquire()
     except NotImplementedError as error:  # a file system without locks
         raise OSError(str(error)) from error
     with acquired:
-        yield place
+        yield entry
 
 
 def _fill(
-    place: Path,
+    folder: Path,
     dataset: Dataset,
     width: int,
     batch_size: int,
@@ -143,23 +147,27 @@ def _fill(
     row_bytes = 4 * width
     starts = range(0, len(dataset), batch_size)
     blocks = [np.arange(start, min(start + batch_size, len(dataset))) for start in starts]
-    files = place / "features.f32", place / "sums"
-    for path in files:
+    features_file = folder / "features.f32"
+    sums_file = folder / "sums"
+    for path in (features_file, sums_file):
         path.touch()
-    with files[0].open("r+b") as data, files[1].open("r+b") as sums:
-        known = [sums.read(_CHECKSUM_BYTES) for _ in blocks]
-
-        def intact(number: int) -> bool:
-            data.seek(batch_size * number * row_bytes)
-            return checksum(data.read(len(blocks[number]) * row_bytes)) == known[number]
-
-        missing = [n for n, sum in enumerate(known) if not (any(sum) and intact(n))]
-        if damaged := sum(any(known[number]) for number in missing):
+    # Read and write, which neither empties a file nor ignores `seek`.
+    with features_file.open("r+b") as data, sums_file.open("r+b") as sums:
+        missing = []
+        damaged = 0
+        for number, block in enumerate(blocks):
+            stored_sum = sums.read(_CHECKSUM_BYTES)
+            content = data.read(len(block) * row_bytes)
+            if any(stored_sum) and checksum(content) == stored_sum:
+                continue
+            missing.append(number)
+            damaged += any(stored_sum)
+        if damaged:
             log.warning(
                 "%d of %d blocks of cached features in %s are damaged; computing them again.",
                 damaged,
                 len(blocks),
-                place,
+                folder,
             )
         if not missing:
             return
@@ -172,6 +180,7 @@ def _fill(
                 data.seek(batch_size * number * row_bytes)
                 data.write(content)
                 data.flush()
+                # Written last: an interruption before it leaves a block to be computed again.
                 sums.seek(number * _CHECKSUM_BYTES)
                 sums.write(checksum(content))
                 sums.flush()
@@ -211,7 +220,8 @@ def dataset_identity(dataset: Dataset) -> str | None:
     if files is None:
         return None
     digest.update(files_identity(files).encode())
-    if (boxes := getattr(dataset, "boxes", None)) is not None:
+    boxes = getattr(dataset, "boxes", None)
+    if boxes is not None:
         edges = [None if box is None else tuple(map(float, box)) for box in boxes]
         digest.update(repr(edges).encode())
     return digest.hexdigest()
@@ -229,5 +239,6 @@ def files_identity(files: Iterable[Path]) -> str:
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
         line = f"{file.absolute()}\0{state.st_size}\0{state.st_mtime_ns}\n"
+        # A file's name may be no UTF-8.
         digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()

@@ -31,8 +31,8 @@ Box = tuple[float, float, float, float]
 """Left, top, right and bottom edge of a box, in pixels from the image's upper left corner."""
 
 _COLUMNS = ("labels", "keys", "splits", "roles", "metadata", "arrays", "files")
+# Number of vectors checked at a time: a memory-mapped array may not fit into memory.
 _ROWS = 65_536
-"""Number of vectors checked at a time, to limit memory."""
 
 
 class Dataset(ABC):
@@ -111,6 +111,7 @@ class ArrayDataset(Dataset):
         if kind == "features":
             arrays = arrays.astype(np.float32, copy=False)
         elif arrays.ndim == 4 and arrays.shape[3] == 1:
+            # Pillow knows grey images as (H, W) only.
             arrays = arrays[:, :, :, 0]
         self.kind = kind
         self.arrays: Array = arrays
@@ -169,10 +170,7 @@ class FileDataset(Dataset):
             image = decode(self.files[index])
         except DataError as error:
             raise DataError(f"{error} {self.advice}".rstrip()) from error
-        if self.boxes is None:
-            box = None
-        else:
-            box = self.boxes[index]
+        box = None if self.boxes is None else self.boxes[index]
         if box is None:
             return image
         return _cut(image, box, self.keys[index])
@@ -180,16 +178,17 @@ class FileDataset(Dataset):
 
 def _cut(image: Image, box: Box, key: str) -> Image:
     """Crop an image to a box, including every pixel that the box touches."""
-    scale = image.width / full_size(image)[0]  # a very large JPEG is decoded at a smaller size
-    box = (box[0] * scale, box[1] * scale, box[2] * scale, box[3] * scale)
-    left = max(0, math.floor(box[0]))
-    top = max(0, math.floor(box[1]))
-    right = min(image.width, math.ceil(box[2]))
-    bottom = min(image.height, math.ceil(box[3]))
+    # A very large JPEG is decoded at a smaller size, but the box counts pixels of the file.
+    scale = image.width / full_size(image)[0]
+    edges = [edge * scale for edge in box]
+    left = max(0, math.floor(edges[0]))
+    top = max(0, math.floor(edges[1]))
+    right = min(image.width, math.ceil(edges[2]))
+    bottom = min(image.height, math.ceil(edges[3]))
     if left >= right or top >= bottom:
-        shown = ", ".join(f"{edge:g}" for edge in box)
+        numbers = ", ".join(f"{edge:g}" for edge in edges)
         raise DataError(
-            f"{key}: its box ({shown}) covers no pixel of the image, which has {image.width} ×"
+            f"{key}: its box ({numbers}) covers no pixel of the image, which has {image.width} ×"
             f" {image.height} pixels."
         )
     return image.crop((left, top, right, bottom))
@@ -236,10 +235,12 @@ class CheckedDataset(Dataset):
     def __init__(self, dataset: Dataset, name: str) -> None:
         self._dataset = dataset
         self._name = name
+        # Width of the first vector; without `arrays`, it alone says how wide the others must be.
         self._width: int | None = None
         self.kind = dataset.kind
         self.notes = dataset.notes
         self.origin = dataset.origin or type(dataset).__name__
+        # All faults are collected, so that an author corrects them in one go.
         faults: list[str] = []
         if self.kind not in ("image", "features"):
             faults.append(f'kind is {self.kind!r}, and must be "image" or "features"')
@@ -255,10 +256,13 @@ class CheckedDataset(Dataset):
             ("metadata", Mapping, "a mapping from columns to values"),
             ("files", os.PathLike, "a pathlib.Path"),
         ):
-            column = columns[field] or []
-            if wrong := [i for i, entry in enumerate(column) if not isinstance(entry, kind)]:
-                entry = in_words(column[wrong[0]])
-                faults.append(f"{field} has {entry} for item {wrong[0]}, and must have {must}")
+            # Only the first is named: thousands of items may have the same fault.
+            for item, entry in enumerate(columns[field] or ()):
+                if not isinstance(entry, kind):
+                    faults.append(
+                        f"{field} has {in_words(entry)} for item {item}, and must have {must}"
+                    )
+                    break
         _check_arrays(self.arrays, self.kind, faults)
         if isinstance(self.notes, str) or not all(isinstance(note, str) for note in self.notes):
             faults.append(f"notes is {in_words(self.notes)}, and must be a list of sentences")
@@ -266,7 +270,8 @@ class CheckedDataset(Dataset):
             raise PluginError(f"The dataset {name} breaks its contract: {'; '.join(faults)}.")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also while unpickling, before `_dataset` exists
+        # While unpickling, `_dataset` does not exist yet, and asking for it would never end.
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -282,7 +287,8 @@ class CheckedDataset(Dataset):
             with calling(what):
                 item: Any = self._dataset[index]
                 if isinstance(item, Image):
-                    item.load()  # fails for a damaged image that was only opened
+                    # Pillow reads pixels late. A damaged image must fail here, where it is named.
+                    item.load()
         except OSError as error:
             raise DataError(f"{what} cannot read it: {error.strerror or error}.") from error
         if self.kind == "features":
@@ -290,18 +296,18 @@ class CheckedDataset(Dataset):
         return _image(item, what)
 
     def _vector(self, item: Any, what: str) -> Array:
+        if self._width is None and self.arrays is not None:
+            self._width = self.arrays.shape[1]
         if self._width is None and isinstance(item, np.ndarray) and item.ndim == 1:
             self._width = len(item)
-        shape = (self._width if self.arrays is None else self.arrays.shape[1],)
-        if not isinstance(item, np.ndarray) or item.shape != shape or item.dtype.kind not in "fiu":
-            if shape == (None,):
-                size = "(F,)"
-            else:
-                size = f"({shape[0]},)"
-            raise breach(what, item, f"a vector: a numpy array of numbers of shape {size}.")
+        right_shape = isinstance(item, np.ndarray) and item.shape == (self._width,)
+        if not right_shape or item.dtype.kind not in "fiu":
+            shape = f"({self._width or 'F'},)"
+            raise breach(what, item, f"a vector: a numpy array of numbers of shape {shape}.")
         if not np.isfinite(item).all():
             raise DataError(f"{what} gave NaN or infinity; leave the item out, or repair it.")
-        return item
+        vector: Array = item
+        return vector
 
 
 def _image(item: Any, what: str) -> Image:
@@ -343,9 +349,10 @@ def _columns(dataset: Dataset, faults: list[str]) -> dict[str, Any]:
             lengths[field] = len(column)
             if field == "arrays":
                 columns[field] = column
-            else:  # a list, because pandas columns and tensors are indexed differently
-                is_array = isinstance(column, np.ndarray | Tensor)
-                columns[field] = column.tolist() if is_array else list(column)
+            elif isinstance(column, np.ndarray | Tensor):
+                columns[field] = column.tolist()
+            else:  # a list, because pandas columns are indexed differently
+                columns[field] = list(column)
     if "labels" in lengths and len(dataset) != lengths["labels"]:
         lengths["by len()"] = len(dataset)
     if len(set(lengths.values())) > 1:
@@ -360,14 +367,12 @@ def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> l
     rows = [number for number, text in enumerate(texts) if text is None]
     if rows:
         first = column[rows[0]]
+        described = in_words(first)
         if isinstance(first, bytes):
             described = f"text as bytes ({first!r:.40})"
-        else:
-            described = in_words(first)
+        more = ""
         if len(rows) > 1:
             more = f" (and {len(rows) - 1:,} more such entries)"
-        else:
-            more = ""
         faults.append(
             f"{field} has {described} for item {rows[0]}{more}, but {what} is text or a whole"
             " number"
@@ -377,8 +382,7 @@ def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> l
 
 def _text(value: Any) -> str | None:
     """Return a label or key as text: "" for None, and None for a value of another type."""
-    if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
-        value = value.item()
+    value = labels.python_scalar(value)
     if isinstance(value, str | bool | int):
         return valid_text(str(value))
     if value is None:
@@ -392,12 +396,9 @@ def _check_arrays(arrays: Any, kind: str, faults: list[str]) -> None:
         return
     if not isinstance(arrays, np.ndarray):
         faults.append(f"arrays is {in_words(arrays)}, and must be a numpy array")
-    elif kind == "features" and (
-        arrays.ndim != 2 or not arrays.shape[1] or arrays.dtype.kind not in "fiu"
-    ):
-        faults.append(f"arrays is {in_words(arrays)}, and must be float32 of shape (N, F)")
     elif kind == "features":
-        return
+        if arrays.ndim != 2 or not arrays.shape[1] or arrays.dtype.kind not in "fiu":
+            faults.append(f"arrays is {in_words(arrays)}, and must be float32 of shape (N, F)")
     elif arrays.ndim not in (3, 4) or (arrays.ndim == 4 and arrays.shape[3] not in (1, 3)):
         faults.append(f"arrays has the shape {arrays.shape}, and must be (N, H, W) or (N, H, W, 3)")
     elif arrays.dtype != np.uint8:
@@ -417,17 +418,20 @@ def usable_dataset(dataset: D, where: str) -> D:
             The message lists every problem.
     """
     problems = []
-    if rows := _rows_not_finite(dataset):
+    rows = _rows_not_finite(dataset)
+    if rows:
         problems.append(
             f"features hold NaN, infinity or numbers too large for 32 bits in {len(rows):,}"
             f" rows: {some(rows, 10)}. Remove or correct them."
         )
-    if unlabelled := [i for i, label in enumerate(dataset.labels) if is_missing_label(label)]:
+    unlabelled = [i for i, label in enumerate(dataset.labels) if is_missing_label(label)]
+    if unlabelled:
         problems.append(
             f"{len(unlabelled):,} of {len(dataset.labels):,} items have no label:"
             f" {some([dataset.keys[i] for i in unlabelled])}. Label them, or leave them out."
         )
-    if blank := [i for i, key in enumerate(dataset.keys) if not key]:
+    blank = [i for i, key in enumerate(dataset.keys) if not key]
+    if blank:
         problems.append(f"{len(blank):,} items have no key: {some(blank)}. Give each item its own.")
     problems += [
         f"'{key}' is the key of {count:,} items. Give each item its own key."

@@ -81,6 +81,7 @@ def encode(
 
 def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
     """Return the embeddings (B, width); if channels last makes the model fail, retry without."""
+    # A layer may call `view`, which another memory format does not allow.
     try:
         return model(inputs, from_features)[1]  # type: ignore[no-any-return]
     except RuntimeError:
@@ -112,6 +113,7 @@ def encode_images(model: Model, images: Any, batch_size: int, progress: Progress
                     " labels, pass retrieval.as_dataset(…)."
                 )
         dataset = ItemDataset(listed.__getitem__, [""] * len(listed), name="images")
+    # The caller's model is put back afterwards, also after an error.
     device_before = model.device
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -22,6 +22,7 @@ from retrieval.data.cache import frozen_features
 from retrieval.data.datasets import ArrayDataset, Dataset
 from retrieval.data.encode import evaluating
 from retrieval.data.loading import RawInputs
+from retrieval.data.stored_inputs import evenly_spaced
 from retrieval.errors import BundleError, MissingDependency
 from retrieval.host.factory import calling
 from retrieval.model.contracts import Backbone
@@ -32,12 +33,10 @@ log = logging.getLogger(__name__)
 LEAST = 1 << 24
 """Fewest values (pixels × channels of all images) for which making an ONNX graph saves time."""
 
+# Largest number of values, and of images, in one run of a graph. Intermediate results of so few
+# images stay in the CPU cache.
 _MOST_VALUES = 1 << 17
 _MOST_IMAGES = 64
-"""Largest number of values, and of images, in one run of a graph.
-
-Intermediate results of so few images stay in the CPU cache.
-"""
 
 COMPARED_ITEMS = 8
 """Number of items whose features are compared with torch's."""
@@ -48,16 +47,15 @@ def backbone_features(
 ) -> ArrayDataset:
     """Return the features of every item, from the cache or computed now, as a dataset."""
     what = f"The backbone {type(model.backbone).__name__}"
-    if dataset.kind == "features":
-        vectors = dataset.arrays
-    else:
-        vectors = None
-    if vectors is not None and not list(model.backbone.parameters()):
-        features = np.asarray(vectors, dtype=np.float32)
+    # A backbone of vectors without weights passes them on: they need neither a model nor a cache.
+    is_plain = dataset.kind == "features" and not list(model.backbone.parameters())
+    if is_plain and dataset.arrays is not None:
+        features = np.asarray(dataset.arrays, dtype=np.float32)
         check_width(features, what, model.backbone.features)
     else:
         model.to(device)
         if device.type == "cpu":
+            # Else each batch returns its memory to the system, and gets other pages for the next.
             keep_large_blocks()
         with calling(what), evaluating(model):
             features = _features(model, dataset, device, batch_size, what)
@@ -96,6 +94,7 @@ def _features(
     identity = fingerprint(model.backbone)
     runtime = runtime_for(model, dataset, device)
     if runtime is not None:
+        # The version is part of the identity, because another one may round differently.
         try:
             return cached(OnnxBackbone(model, dataset), f"{identity} {runtime}")
         except (BundleError, MissingDependency) as fault:
@@ -113,6 +112,7 @@ def runtime_for(model: Model, dataset: Dataset, device: torch.device) -> str | N
     if len(dataset) * int(np.prod(model.preprocessing.shape)) < LEAST:
         return None
     runtimes = installed_packages(ONNXRUNTIME)
+    # Two packages of ONNX Runtime overwrite each other's files, so neither can be trusted.
     if len(runtimes) != 1 or not installed_packages(("onnx",)):
         return None
     return f"onnxruntime {version(runtimes[0])}"
@@ -132,7 +132,8 @@ class OnnxBackbone:
         self._dataset = dataset
         self._shape = model.preprocessing.shape
         self._session: Any = None
-        self._rows = max(1, min(_MOST_IMAGES, _MOST_VALUES // int(np.prod(self._shape))))
+        fitting = _MOST_VALUES // int(np.prod(self._shape))
+        self._rows = max(1, min(_MOST_IMAGES, fitting))
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return float32 features (B, F) of raw uint8 pixels (B, channels, H, W).
@@ -164,9 +165,8 @@ class OnnxBackbone:
         from retrieval.model import graph
 
         graph.check_size(self._model)
-        chosen = np.linspace(0, len(self._dataset) - 1, min(COMPARED_ITEMS, len(self._dataset)))
         raw = RawInputs(self._dataset, self._model.preprocessing, budget=0)
-        samples = raw.batch(chosen.round().astype(np.int64))
+        samples = raw.batch(evenly_spaced(np.arange(len(self._dataset)), COMPARED_ITEMS))
         signature = graph.Signature(
             {"input": (self._rows, *self._shape)},
             {"features": (self._rows, self._model.backbone.features)},
@@ -180,11 +180,14 @@ class OnnxBackbone:
             proto = graph.to_onnx(module, (example,), signature, exporter="torchscript")
         session = graph.session(proto.SerializeToString())
         expected = reference.numpy().astype(np.float64)
-        scale = float(np.linalg.norm(expected, axis=1).mean()) or 1.0
+        # The tolerance is meant for vectors of length 1, and features may have any length.
+        length = float(np.linalg.norm(expected, axis=1).mean()) or 1.0
+        # With one image, black ones fill up the run: features must not depend on the neighbours.
         for size in {1, self._rows}:
             computed = self._run(session, samples, size)
-            same = computed.shape == expected.shape
-            if not same or not np.abs(computed - expected).max() <= graph.TOLERANCE * scale:
+            agrees = computed.shape == expected.shape
+            # `not … <=` also refuses NaN.
+            if not agrees or not np.abs(computed - expected).max() <= graph.TOLERANCE * length:
                 raise BundleError("The graph of the backbone does not agree with torch.")
         return session
 
@@ -200,16 +203,17 @@ def fingerprint(backbone: Backbone) -> str:
         f"{type(backbone).__module__}.{type(backbone).__qualname__} {backbone}".encode()
     )
     for path, module in backbone.named_modules():
-        own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-        for part in _parts({path: dict(sorted(own.items()))}):
+        attributes = sorted((k, v) for k, v in vars(module).items() if k not in _OF_EVERY_MODULE)
+        for part in _parts({path: dict(attributes)}):
             digest.update(part)
+    # Buffers that are not persistent are missing in the `state_dict`, and change features too.
     for part in _parts({**dict(backbone.named_buffers()), **backbone.state_dict()}):
         digest.update(part)
     return digest.hexdigest()
 
 
+# Names of the attributes that torch gives every module; weights and buffers are hashed by name.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-"""Names of the attributes that torch gives every module."""
 
 
 def _parts(value: Any) -> Iterator[bytes]:
@@ -225,6 +229,7 @@ def _parts(value: Any) -> Iterator[bytes]:
         for item in value.items() if isinstance(value, Mapping) else value:
             yield from _parts(item)
     elif isinstance(value, set | frozenset):
+        # Sort, because the order of a set of text differs from process to process.
         yield from _parts(sorted(b"".join(_parts(item)) for item in value))
     elif value is None or isinstance(
         value, bool | int | float | complex | str | bytes | np.generic

@@ -7,6 +7,7 @@ threads, or in the processes of `Workers`.
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import random as python_random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -76,52 +77,57 @@ class RawInputs:
         self.dataset = dataset
         self.preprocessing = preprocessing
         self.array = _as_inputs(dataset.arrays, preprocessing)
-        self._kept: Pixels | None = None
+        # Pixels of all items; those that are not `_decoded` yet are undefined.
+        self._pixels: Pixels | None = None
         if self.array is None and preprocessing is not None:
             shape = (len(dataset), *preprocessing.shape)
-            if np.prod(shape, dtype=np.int64) <= budget:
-                self._kept = np.empty(shape, np.uint8)
+            if math.prod(shape) <= budget:
+                self._pixels = np.empty(shape, np.uint8)
                 self._decoded = np.zeros(len(dataset), bool)
 
     @property
     def in_memory(self) -> bool:
         """True if batches are slices of an array, or will be once every item is decoded."""
-        return self.array is not None or self._kept is not None
+        return self.array is not None or self._pixels is not None
 
     def ready(self, indices: Ints) -> bool:
         """Return whether these items are all in memory."""
-        return self.array is not None or (
-            self._kept is not None and bool(self._decoded[indices].all())
-        )
+        if self._pixels is None:
+            return self.array is not None
+        return bool(self._decoded[indices].all())
 
     def changed(self, indices: Ints, changes: Changes, draws: Draws) -> Pixels:
         """Return randomly changed images, uint8 (B, channels, H, W)."""
         preprocessing = self.preprocessing
-        rows = range(len(indices))
         assert preprocessing is not None
+        rows = range(len(indices))
 
         def crop(row: int) -> Pixels:
             return changes.crop(self._image(indices[row]), preprocessing, draws[row])
 
-        cropped = changes.table.crop_scale is not None
-        if cropped:
+        def transform(row: int) -> Pixels:
+            return changes.transformed(pixels[row], draws[row])
+
+        # A crop starts from the whole image, which the pixels in memory no longer show.
+        if changes.table.crop_scale is not None:
             pixels = np.stack(self._map(crop, rows))
         else:
             pixels = self.batch(indices)
         pixels = changes.mirror(pixels, draws)
-        if not changes.transforms:
-            return pixels
-        return np.stack(self._map(lambda row: changes.transformed(pixels[row], draws[row]), rows))
+        if changes.transforms:
+            pixels = np.stack(self._map(transform, rows))
+        return pixels
 
     def batch(self, indices: Ints) -> Array:
         """Return a copy of items' inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
-        if self._kept is None:
+        if self._pixels is None:
             return np.stack(self._map(self._item, indices.tolist()))
+        # An item may occur several times in a batch, but needs decoding once.
         missing = np.unique(indices[~self._decoded[indices]])
-        self._map(self._keep, missing.tolist())
-        return np.take(self._kept, indices, axis=0)
+        self._map(self._decode, missing.tolist())
+        return np.take(self._pixels, indices, axis=0)
 
     def _image(self, index: int) -> Image:
         item = self.dataset[int(index)]
@@ -134,9 +140,10 @@ class RawInputs:
             return np.asarray(self.dataset[index], dtype=np.float32)
         return self.preprocessing(self._image(index))
 
-    def _keep(self, index: int) -> None:
-        assert self._kept is not None
-        self._kept[index] = self._item(index)
+    def _decode(self, index: int) -> None:
+        assert self._pixels is not None
+        self._pixels[index] = self._item(index)
+        # Set last: another thread must not take pixels that are still being written.
         self._decoded[index] = True
 
     def _map(self, function: Callable[[Any], T], jobs: Sequence[Any]) -> list[T]:
@@ -155,9 +162,12 @@ class RawInputs:
         return ThreadPoolExecutor(_decoders(), thread_name_prefix="decode")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for worker processes, without threads and kept pixels."""
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_threads", "_decoded")}
-        return {**state, "_kept": None}
+        """Return the state for worker processes, without threads and decoded pixels."""
+        state = self.__dict__ | {"_pixels": None}
+        # Threads cannot be pickled, and each process starts its own.
+        state.pop("_threads", None)
+        state.pop("_decoded", None)
+        return state
 
 
 def _as_inputs(arrays: Array | None, preprocessing: Preprocessing | None) -> Array | None:
@@ -165,12 +175,10 @@ def _as_inputs(arrays: Array | None, preprocessing: Preprocessing | None) -> Arr
     if arrays is None:
         return None
     if preprocessing is None:
-        if arrays.dtype == np.float32:
-            return arrays
-        return None
-    height, width = preprocessing.size
-    fits = arrays.shape[1:] == (height, width) and preprocessing.channels == 1
-    if fits and preprocessing.resize in (None, min(height, width)):
+        return arrays if arrays.dtype == np.float32 else None
+    # Only grey images: of colour images, the array has the channels last and the encoder first.
+    fits = arrays.shape[1:] == preprocessing.size and preprocessing.channels == 1
+    if fits and preprocessing.resize in (None, min(preprocessing.size)):
         return arrays[:, None]
     return None
 
@@ -246,6 +254,8 @@ class TorchBatches(BatchSampler):
         self._seed = seed
         self._current = copy.deepcopy(sampler)
         self._next = 0
+        # Only a first result shows whether the sampler yields positions or batches of them. A copy
+        # gives it, so that the sampler itself starts where it is.
         with _seeded(seed % 2**32):
             first = next(iter(copy.deepcopy(sampler)), ())
         self._size = size if np.ndim(first) == 0 else None
@@ -266,13 +276,14 @@ class TorchBatches(BatchSampler):
         self, items: TrainingItems, epoch: int, random: np.random.RandomState
     ) -> list[list[int]]:
         """Return the batches of an epoch."""
+        # A sampler with a state of its own can only go forward.
         if epoch < self._next:
             self._current = copy.deepcopy(self._fresh)
             self._next = 0
         while self._next <= epoch:
             if hasattr(self._current, "set_epoch"):
                 self._current.set_epoch(self._next)
-            with _seeded(random_of(self._seed, self._next).randint(2**31)):
+            with _seeded(_random_of(self._seed, self._next).randint(2**31)):
                 drawn = list(self._current)
             self._next += 1
         if self._size is not None:
@@ -297,8 +308,9 @@ def _seeded(seed: int) -> Iterator[None]:
             python_random.setstate(python_state)
 
 
-def random_of(seed: int, epoch: int) -> np.random.RandomState:
+def _random_of(seed: int, epoch: int) -> np.random.RandomState:
     """Return the generator from which an epoch's batches are drawn."""
+    # The number of the epoch is part of the seed, so a resumed run draws any epoch at once.
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
 
 
@@ -343,28 +355,33 @@ def drawn_batches(
         PluginError: the sampler fails, draws more or fewer batches than its length, or returns
             anything but positions.
     """
-    if isinstance(sampler, TorchBatches):
-        named = sampler._fresh
-    else:
-        named = sampler
-    who = f"The sampler {type(named).__name__}"
+    subject = _named(sampler)
     items = replace(items, embeddings=embeddings)
-    with calling(who):
-        batches: Iterable[Any] = sampler.draw(items, epoch, random_of(seed, epoch))
+    with calling(subject):
+        batches: Iterable[Any] = sampler.draw(items, epoch, _random_of(seed, epoch))
         drawn = [np.asarray(batch) for batch in batches]
-    if len(drawn) != (count := sampler.batches(items)):
+    count = sampler.batches(items)
+    if len(drawn) != count:
         raise PluginError(
-            f"{who} drew {len(drawn)} batches for epoch {epoch}, but its length is {count}."
+            f"{subject} drew {len(drawn)} batches for epoch {epoch}, but its length is {count}."
         )
     size = len(items.labels)
     for batch in drawn:
-        whole = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
-        if not (whole and batch.min() >= 0 and batch.max() < size):
+        is_list = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
+        # NumPy would take a negative position from the end.
+        if not is_list or batch.min() < 0 or batch.max() >= size:
             raise PluginError(
-                f"{who} drew a batch that is not a list of positions among the {size} training"
+                f"{subject} drew a batch that is not a list of positions among the {size} training"
                 " items, numbered from 0."
             )
     return [batch.astype(np.int64) for batch in drawn]
+
+
+def _named(sampler: BatchSampler) -> str:
+    """Return a sampler as the subject of an error message."""
+    if isinstance(sampler, TorchBatches):
+        sampler = sampler._fresh
+    return f"The sampler {type(sampler).__name__}"
 
 
 @hookimpl
@@ -404,14 +421,16 @@ class BatchMaker:
         """Return the inputs of the job's items."""
         if self.changes is None:
             return torch.from_numpy(self.raw.batch(job.items[job.share]))
+        # Draw for the whole batch: a row's changes must not depend on who shares the batch.
         draws = self.changes.draw(self.seed, job.epoch, job.batch, len(job.items))
+        rows = np.arange(len(job.items))[job.share]
         mix = self.mix(job)
         if mix is None:
-            share = job.share
-            return torch.from_numpy(self.raw.changed(job.items[share], self.changes, draws[share]))
-        rows = np.arange(len(job.items))[job.share]
-        needed, place = np.unique(np.concatenate([rows, mix.partner[rows]]), return_inverse=True)
-        pixels = self.raw.changed(job.items[needed], self.changes, draws[needed])[place]
+            return torch.from_numpy(self.raw.changed(job.items[rows], self.changes, draws[rows]))
+        # A partner may lie in another process's share, and is then made here too.
+        partners = mix.partner[rows]
+        needed, position = np.unique(np.concatenate([rows, partners]), return_inverse=True)
+        pixels = self.raw.changed(job.items[needed], self.changes, draws[needed])[position]
         return torch.from_numpy(mix.mixed(pixels[: len(rows)], pixels[len(rows) :]))
 
     def mix(self, job: LoadingJob) -> Mix | None:
@@ -432,7 +451,8 @@ class _Work(torch_data.Dataset[Any]):
     def __getitem__(self, job: LoadingJob) -> Tensor | str:
         try:
             return self.make(job)
-        except DataError as error:  # the loader would add a traceback to a raised error's message
+        except DataError as error:
+            # The loader would add a traceback to a raised error's message.
             return str(error)
 
 
@@ -458,6 +478,7 @@ class Workers:
 
     def run(self, jobs: list[LoadingJob]) -> Iterator[Tensor]:
         """Yield each job's inputs, in order."""
+        # The loader keeps its sampler while its processes live, so the list itself is filled anew.
         self._jobs[:] = jobs
         try:
             batches = iter(self._loader)
@@ -480,6 +501,7 @@ class Workers:
 
     def close(self) -> None:
         """End the processes."""
+        # The loader has no public method for this.
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
             iterator._shutdown_workers()
@@ -531,21 +553,20 @@ class TrainBatches:
         self.indices = np.asarray(indices, dtype=np.int64)
         self.labels = np.asarray(labels, dtype=np.int64)
         self.batch_sampler = batch_sampler or ClassBalanced()
-        columns = dataset.metadata
-        self.items = training_items(
-            sampler, self.labels, None if columns is None else [columns[i] for i in self.indices]
-        )
+        metadata = None
+        if dataset.metadata is not None:
+            metadata = [dataset.metadata[i] for i in self.indices]
+        self.items = training_items(sampler, self.labels, metadata)
         self._count = self.batch_sampler.batches(self.items)
         if not self._count:
-            name = type(getattr(self.batch_sampler, "_fresh", self.batch_sampler)).__name__
-            raise PluginError(f"The sampler {name} draws no batches: there is nothing to train on.")
+            raise PluginError(
+                f"{_named(self.batch_sampler)} draws no batches: there is nothing to train on."
+            )
         self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
-        is_changed = augmentation.active and preprocessing is not None
-        if is_changed:
+        changes = None
+        if augmentation.active and preprocessing is not None:
             changes = Changes(augmentation, tuple(transforms))
-        else:
-            changes = None
         self._make = BatchMaker(raw, changes, seed)
         self._workers: Workers | None = None
         # Slices of pixels in memory are fast. A random crop cannot use them, because it starts from
@@ -581,7 +602,8 @@ class TrainBatches:
             drawn: the epoch's batches, if they were drawn before; by default `draw(number)`.
         """
         rows = [np.repeat(batch, self.views) for batch in drawn or self.draw(number)]
-        if uneven := [len(batch) for batch in rows if len(batch) % world]:
+        uneven = [len(batch) for batch in rows if len(batch) % world]
+        if uneven:
             raise DataError(
                 f"[sampler]: a batch of {uneven[0]} rows (classes × items × views) cannot be shared"
                 f" equally by {world} processes. Make classes × items a multiple of {world}."
@@ -589,7 +611,8 @@ class TrainBatches:
         jobs = []
         labels = []
         for batch_number, positions in enumerate(rows[start:], start):
-            share = slice(len(positions) * rank // world, len(positions) * (rank + 1) // world)
+            size = len(positions) // world
+            share = slice(rank * size, (rank + 1) * size)
             job = LoadingJob(self.indices[positions], number, batch_number, share)
             jobs.append(job)
             labels.append(self._labels(job, self.labels[positions]))
@@ -603,11 +626,12 @@ class TrainBatches:
 
     def _labels(self, job: LoadingJob, labels: Ints) -> Labels:
         """Return the job's share of a batch's class ids."""
-        own = torch.from_numpy(labels[job.share])
+        own_labels = torch.from_numpy(labels[job.share])
         mix = self._make.mix(job)
         if mix is None:
-            return own
-        return MixedLabels(own, torch.from_numpy(labels[mix.partner[job.share]]), mix.weight)
+            return own_labels
+        partners = torch.from_numpy(labels[mix.partner[job.share]])
+        return MixedLabels(own_labels, partners, mix.weight)
 
     def __enter__(self) -> Self:
         return self

@@ -19,25 +19,25 @@ from retrieval.errors import DataError, did_you_mean, refuse
 from retrieval.host.python_parts import DICTIONARY
 from retrieval.images.decoding import decode
 from retrieval.images.preprocessing import as_list, channels_last, from_pixels
+from retrieval.model.labels import python_scalar
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# Attributes in which torchvision's classes list labels, and pairs (file, label). Reading them costs
+# nothing, whereas the labels of the items themselves come with decoded images.
 _LABELS = ("targets", "labels", "_labels", "y")
-"""Attributes in which torchvision's classes list labels."""
 _PAIRS = ("samples", "_samples", "imgs")
-"""Attributes in which torchvision's classes list pairs (file, label)."""
+# Types of values that metadata may hold.
 _PLAIN = (str, int, float, bool, np.generic, type(None))
-"""Types of values that metadata may hold."""
+# Held while an item is read, because readers of other libraries may not be thread-safe. The lock is
+# reentrant: a joined dataset holds it while one of its parts reads the item.
 _READ_LOCK = threading.RLock()
-"""Held while an item is read, because readers of other libraries may not be thread-safe.
-
-The lock is reentrant: a joined dataset holds it while one of its parts reads the item.
-"""
+# Largest array of images, in bytes, that is converted at once. Images of a larger array are
+# converted when they are read, because a second copy might not fit into memory.
 _MAX_FLOAT_BYTES = 1 << 28
-"""Largest array of images, in bytes, that is converted at once; a larger one, image by image."""
+# How often item 0 is read again. A random flip goes unnoticed with probability 1/8.
 _READINGS = 3
-"""How often item 0 is read again. A random flip goes unnoticed with probability 1/8."""
 
 
 def as_dataset(
@@ -85,9 +85,13 @@ def as_dataset(
     else:
         dataset = _without_columns(obj, name, **options)
     _refuse_random(dataset, name)
-    dataset.origin = type(obj).__name__
-    if isinstance(obj, Mapping | tuple):
-        dataset.origin = DICTIONARY if isinstance(obj, Mapping) else "images_and_labels"
+    # A run records the origin as the name of its data, so the built-in types get names that speak.
+    if isinstance(obj, Mapping):
+        dataset.origin = DICTIONARY
+    elif isinstance(obj, tuple):
+        dataset.origin = "images_and_labels"
+    else:
+        dataset.origin = type(obj).__name__
     return dataset
 
 
@@ -95,8 +99,8 @@ def _refuse_random(dataset: Dataset, name: str) -> None:
     """Raise a `DataError` if an object gives another image when item 0 is read again."""
     if not len(dataset) or dataset.arrays is not None or dataset.files is not None:
         return
-    first = np.asarray(dataset[0])
-    if not all(np.array_equal(first, np.asarray(dataset[0])) for _ in range(_READINGS)):
+    first, *further = [np.asarray(dataset[0]) for _ in range(1 + _READINGS)]
+    if not all(np.array_equal(first, again) for again in further):
         raise DataError(
             f"{name}: item 0 differs when it is read again, so the dataset's own transforms are"
             " random. Remove them, because evaluation needs the same image each time. The recipe's"
@@ -176,53 +180,59 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
     """Return a dataset of images or vectors in a list, an array or a tensor."""
     if hasattr(images, "detach"):
         images = images.detach().cpu().numpy()
-        if images.ndim == 4:
+        if images.ndim == 4:  # torch puts channels first
             images = images.transpose(0, 2, 3, 1)
-    if isinstance(images, np.ndarray):
-        array = images
-    else:
-        array = None
-    listed = reading(f"{name}, images", as_list if array is None else list, images)
-    if len(listed) != len(labels):
-        raise DataError(f"{name} has {len(listed):,} images and {len(labels):,} labels.")
-    if array is None and listed and getattr(listed[0], "ndim", 0) == 1:
-        array = np.stack([np.asarray(row) for row in listed])
-    if array is not None and len(array) and not array[0].size:
-        raise DataError(f"{name}: its items hold no numbers; their shape is {array.shape[1:]}.")
-    if array is not None and array.ndim == 2:
-        return ArrayDataset(array.astype(np.float32), labels, kind="features", **further)
-    if array is not None and (array.dtype == np.uint8 or not len(array)):
-        if len(array):
-            _image(array[0], f"{name} item 0")
-        return ArrayDataset(np.ascontiguousarray(array), labels, **further)
-    if listed and all(isinstance(image, str | Path) for image in listed):
-        files = [Path(image) for image in listed]
-        local = [file for file in files if not address_of(file)]
-        if missing := [f"{file} is not a file." for file in local if not file.is_file()]:
-            refuse(name, missing)
-        keys = [str(file) for file in files]
-        return FileDataset(files, labels, keys if len({*keys}) == len(keys) else None, **further)
-    if array is not None and array.nbytes <= _MAX_FLOAT_BYTES:
-        pixels = [np.asarray(_image(row, f"{name} item {i}")) for i, row in enumerate(listed)]
+    is_array = isinstance(images, np.ndarray)
+    items = reading(f"{name}, images", list if is_array else as_list, images)
+    if len(items) != len(labels):
+        raise DataError(f"{name} has {len(items):,} images and {len(labels):,} labels.")
+    if items and all(isinstance(image, str | Path) for image in items):
+        return _of_files([Path(image) for image in items], labels, name, **further)
+    if not is_array and items and getattr(items[0], "ndim", 0) == 1:
+        images = np.stack([np.asarray(row) for row in items])
+        is_array = True
+    if not is_array:
+        return ItemDataset(items.__getitem__, labels, name=name, **further)
+    if len(images) and not images[0].size:
+        raise DataError(f"{name}: its items hold no numbers; their shape is {images.shape[1:]}.")
+    if images.ndim == 2:
+        return ArrayDataset(images.astype(np.float32), labels, kind="features", **further)
+    if images.dtype == np.uint8 or not len(images):
+        if len(images):  # refuse a wrong shape now, not in the middle of training
+            _image(images[0], f"{name} item 0")
+        return ArrayDataset(np.ascontiguousarray(images), labels, **further)
+    if images.nbytes <= _MAX_FLOAT_BYTES:
+        pixels = [np.asarray(_image(row, f"{name} item {i}")) for i, row in enumerate(items)]
         return ArrayDataset(np.stack(pixels), labels, **further)
-    return ItemDataset(listed.__getitem__, labels, name=name, **further)
+    return ItemDataset(items.__getitem__, labels, name=name, **further)
+
+
+def _of_files(files: list[Path], labels: list[str], name: str, **further: Any) -> Dataset:
+    """Return a dataset of image files, after checking that the local ones exist."""
+    local = [file for file in files if not address_of(file)]
+    if missing := [f"{file} is not a file." for file in local if not file.is_file()]:
+        refuse(name, missing)
+    return FileDataset(files, labels, **further)
 
 
 def _of_table(
     table: Any, name: str, *, image: Any, label: Any, split: Any, metadata: Any
 ) -> Dataset:
     """Return a dataset of a Hugging Face `Dataset` or a `DataFrame`."""
-    columns = [*getattr(table, "column_names", getattr(table, "columns", ()))]
+    columns = list(table.column_names if hasattr(table, "column_names") else table.columns)
     features = getattr(table, "features", {})
-    if "path" in columns and "image" not in columns:
-        default = "path"
-    else:
-        default = "image"
-    image = default if image is None else image
-    label = "label" if label is None else label
+    if image is None:
+        image = "image"
+        if "path" in columns and "image" not in columns:
+            image = "path"
+    if label is None:
+        label = "label"
     if split is None and "split" in columns:
         split = "split"
-    named = [image, label, *([split] if isinstance(split, str) else []), *(metadata or ())]
+    named = [image, label]
+    if isinstance(split, str):
+        named.append(split)
+    named += metadata or ()
     problems = [
         f"it has no column {column!r} (it has: {', '.join(map(str, columns))})."
         f"{did_you_mean(str(column), map(str, columns))}"
@@ -234,12 +244,12 @@ def _of_table(
 
     def values(column: Any) -> list[Any]:
         """Return a column's values; a Hugging Face `ClassLabel` column gives class names."""
-        listed = [None if is_missing_label(value) else value for value in _listed(table[column])]
+        entries = [None if is_missing_label(entry) else entry for entry in _listed(table[column])]
         names: list[str] = getattr(features.get(column), "names", None) or []
+        if not names:
+            return entries
         by_number: dict[Any, str] = dict(enumerate(names))
-        if names:
-            return [by_number.get(value) for value in listed]
-        return listed
+        return [by_number.get(entry) for entry in entries]
 
     def holds_images(column: Any) -> bool:
         """Return whether a Hugging Face column may hold images, which are not read."""
@@ -247,12 +257,19 @@ def _of_table(
         return bool(features) and dtype in ("", "dict", "PIL.Image.Image")
 
     if metadata is None:
-        further_columns = [c for c in columns if c not in named and not holds_images(c)]
-        kept = {column: values(column) for column in further_columns}
-        kept = {c: v for c, v in kept.items() if all(isinstance(value, _PLAIN) for value in v)}
+        others = [column for column in columns if column not in named and not holds_images(column)]
     else:
-        kept = {column: values(column) for column in metadata}
-    rows = [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
+        others = list(metadata)
+    further_columns = {}
+    for column in others:
+        entries = values(column)
+        # Columns that nobody named are dropped if evaluation could not use them.
+        if metadata is not None or all(isinstance(entry, _PLAIN) for entry in entries):
+            further_columns[column] = entries
+    names = list(further_columns)
+    rows = [
+        dict(zip(names, row, strict=True)) for row in zip(*further_columns.values(), strict=True)
+    ]
     if isinstance(split, str):
         split = [str(side) for side in values(split)]
     further: dict[str, Any] = {"splits": sides(split), "metadata": rows or None}
@@ -285,26 +302,30 @@ def _without_columns(
             f"Item 0 of {name} is an object of type {type(first).__name__}. It must be a tuple"
             ' (image, label) or a dictionary {"image": …, "label": …}.'
         )
-    keyed = isinstance(first, Mapping)
-    image_key: Any = image if image is not None else "image" if keyed else 0
-    label_key: Any = label if label is not None else "label" if keyed else 1
-    if keyed:
+    image_key: Any = 0
+    label_key: Any = 1
+    members = list(range(len(first)))
+    if isinstance(first, Mapping):
+        image_key = "image"
+        label_key = "label"
         members = list(first)
-    else:
-        members = [*range(len(first))]
-    for chosen in (image_key, label_key):
-        if chosen not in members:
-            raise DataError(f"{name}: an item has no {chosen!r} (it has: {members}).")
+    if image is not None:
+        image_key = image
+    if label is not None:
+        label_key = label
+    for key in (image_key, label_key):
+        if key not in members:
+            raise DataError(f"{name}: an item has no {key!r} (it has: {members}).")
 
     def read_all(member: Any) -> list[Any]:
         return [reading(f"{name} item {i}", _member, obj, member, i) for i in range(len(obj))]
 
+    values = None
     if label is None:
         values = _listed_labels(obj)
-    else:
-        values = None
     if values is None:
         values = read_all(label_key)
+    # A subset has its labels' numbers from the whole dataset, which knows the names.
     whole = obj
     while _is_subset(whole):
         whole = whole.dataset
@@ -345,8 +366,7 @@ def _pixels(obj: Any, first: Any) -> Pixels | None:
     if array.dtype != np.uint8 or array.shape[:1] != (len(obj),):
         return None
     # The array may be laid out differently from the images, such as with channels first.
-    same = hasattr(first, "getdata") and np.array_equal(array[0], np.asarray(first))
-    if same:
+    if hasattr(first, "getdata") and np.array_equal(array[0], np.asarray(first)):
         return array
     return None
 
@@ -360,15 +380,18 @@ def _listed_labels(obj: Any) -> list[Any] | None:
         return [whole[i] for i in obj.indices]
     if not _of_torchvision(obj) or getattr(obj, "target_transform", None) is not None:
         return None
-    joint = getattr(obj, "transforms", None) is not None
-    if joint and getattr(obj, "transform", None) is None:  # changes images and labels together
+    # `transforms` without `transform` changes images and labels together, so labels may differ.
+    has_joint = getattr(obj, "transforms", None) is not None
+    if has_joint and getattr(obj, "transform", None) is None:
         return None
     for attribute in (*_LABELS, *_PAIRS):
         values: Any = getattr(obj, attribute, None)
-        if hasattr(values, "__len__") and len(values) == len(obj):
-            if attribute in _PAIRS:
-                return [value[1] for value in values]
-            return list(values)
+        # A class may keep the labels of another selection than its items.
+        if not hasattr(values, "__len__") or len(values) != len(obj):
+            continue
+        if attribute in _PAIRS:
+            return [label for _, label, *_ in values]
+        return list(values)
     return None
 
 
@@ -377,30 +400,27 @@ def _texts(values: Any, classes: Any, name: str) -> list[str]:
 
     A number becomes its name in `classes`. A missing label, or -1 as in STL-10, becomes "".
     """
-    if isinstance(classes, list | tuple):
-        names = list(classes)
-    else:
-        names = []
+    names: Sequence[Any] = classes if isinstance(classes, list | tuple) else ()
     texts = []
     for value in _listed(values):
-        if hasattr(value, "item") and not getattr(value, "ndim", 0):
-            plain = value.item()
-        else:
-            plain = value
-        if isinstance(plain, float) and plain.is_integer():
-            plain = int(plain)  # pandas turns integers into floats if one is missing
-        if is_missing_label(plain) or (isinstance(plain, int) and plain == -1):
+        label = python_scalar(value)
+        # pandas turns integers into floats if one is missing.
+        if isinstance(label, float) and label.is_integer():
+            label = int(label)
+        if is_missing_label(label) or (isinstance(label, int) and label == -1):
             texts.append("")
-        elif isinstance(plain, bool) or not isinstance(plain, int | str):
-            raise DataError(f"{name}: a label must be text or an integer, not {str(plain)[:60]}.")
-        elif names and isinstance(plain, int) and plain >= len(names):
-            raise DataError(
-                f"{name}: an item has the label {plain}, but `classes` only names the labels 0 to"
-                f" {len(names) - 1}."
-            )
-        else:
-            named = names and isinstance(plain, int) and plain >= 0
-            texts.append(str(names[int(plain)] if named else plain))
+            continue
+        if isinstance(label, bool) or not isinstance(label, int | str):
+            raise DataError(f"{name}: a label must be text or an integer, not {str(label)[:60]}.")
+        if names and isinstance(label, int):
+            if label >= len(names):
+                raise DataError(
+                    f"{name}: an item has the label {label}, but `classes` only names the labels 0"
+                    f" to {len(names) - 1}."
+                )
+            if label >= 0:
+                label = names[label]
+        texts.append(str(label))
     return texts
 
 
@@ -411,15 +431,19 @@ def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
     columns: dict[str, Any] = {"labels": [], "keys": [], "splits": [], "roles": [], "metadata": []}
     for side, part in parts.items():
         split, role = SIDES.get(str(side).lower(), (str(side), ""))
-        columns["labels"].extend(part.labels)  # += would add an array's values
+        # extend, because += would add an array's values to those of the list.
+        columns["labels"].extend(part.labels)
+        # The sides may number their items alike, but keys must differ.
         columns["keys"] += [f"{side}/{key}" for key in part.keys]
         columns["splits"] += [split] * len(part)
         columns["roles"] += [role] * len(part)
-        columns["metadata"].extend(() if part.metadata is None else part.metadata)
+        if part.metadata is not None:
+            columns["metadata"].extend(part.metadata)
     if not any(columns["roles"]):
         columns["roles"] = None
-    if any(part.metadata is None for part in parts.values()):
+    if len(columns["metadata"]) < len(columns["keys"]):
         columns["metadata"] = None
+    # One array instead of a list of parts makes the features of a frozen backbone cacheable.
     arrays = [part.arrays for part in parts.values() if part.arrays is not None]
     if len(arrays) == len(parts) and len({array.shape[1:] for array in arrays}) == 1:
         kind = next(iter(parts.values())).kind

@@ -86,30 +86,33 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
     lines = content.decode("utf-8-sig", "replace").splitlines()
     start = next((line for line in lines if line.strip()), "")
-    lfw = re.fullmatch(r"\s*\d{1,9}(\s+\d{1,9})?\s*", start) is not None
-    rows, problems = _lfw(lines) if lfw else _csv(file, content)
     items: defaultdict[str, list[int]] = defaultdict(list)
-    for i, key in enumerate(keys):
-        path = PurePosixPath(key)
-        items[f"{path.parent.name}/{path.stem}" if lfw else key].append(i)
+    if re.fullmatch(r"\s*\d{1,9}(\s+\d{1,9})?\s*", start):
+        rows, problems = _lfw(lines)
+        for item, key in enumerate(keys):
+            path = PurePosixPath(key)
+            items[f"{path.parent.name}/{path.stem}"].append(item)
+    else:
+        rows, problems = _csv(file, content)
+        for item, key in enumerate(keys):
+            items[key].append(item)
+    example = ""
     if len(keys):
         example = f" (the data have keys such as {keys[0]!r})"
-    else:
-        example = ""
     indices = np.zeros((len(rows), 2), np.int64)
     seen: dict[frozenset[str], Row] = {}
     for i, row in enumerate(rows):
         for side, name in enumerate((row.first, row.second)):
-            places = items.get(name, ())
-            if len(places) == 1:
-                indices[i, side] = places[0]
-                continue
-            if places:
-                fault = f"{len(places)} items have that name"
+            namesakes = items.get(name, ())
+            if len(namesakes) == 1:
+                indices[i, side] = namesakes[0]
+            elif namesakes:
+                count = len(namesakes)
+                problems.append(f"line {row.line}: {name!r}: {count} items have that name.")
             else:
-                fault = "there is no such item"
-            problems.append(f"line {row.line}: {name!r}: {fault}{'' if places else example}.")
-            example = example if places else ""  # only in the first message
+                problems.append(f"line {row.line}: {name!r}: there is no such item{example}.")
+                example = ""  # one example is enough
+        # A pair is the same in either order.
         earlier = seen.setdefault(frozenset((row.first, row.second)), row)
         if row.first == row.second:
             problems.append(f"line {row.line}: {row.first!r} is paired with itself.")
@@ -121,21 +124,17 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
             )
     same = np.array([row.same for row in rows], np.bool_)
     if len(same) and (same.all() or not same.any()):
-        if same.all():
-            word = "the same"
-        else:
-            word = "different"
+        word = "the same" if same.all() else "different"
         problems.append(f"all {len(same):,} pairs are {word}: both kinds are needed.")
     elif not rows and not problems:
         problems.append("it lists no pair.")
     names = sorted({row.fold for row in rows} - {""}, key=natural)
     numbers = {name: k for k, name in enumerate(names)}
-    if names:
+    fold = None
+    # While there are other problems, a row may lack its fold.
+    if names and not problems:
         fold = np.array([numbers[row.fold] for row in rows], np.int64)
-    else:
-        fold = None
-    if fold is not None and not problems:
-        problems += fold_problems(same, fold, names)
+        problems = fold_problems(same, fold, names)
     if problems:
         refuse(str(file), problems)
     return LabelledPairs(indices[:, 0], indices[:, 1], same, fold, tuple(names))
@@ -203,14 +202,17 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
                     f" with numbers from 1, not '{' '.join(words)[:60]}'."
                 )
                 continue
+        # The images of a person are numbered with four digits.
         first, second = (f"{name}/{name}_{int(number):04d}" for name, number in images)
+        fold = ""
         if len(head) == 2:
             fold = str(i // (2 * per_kind or 1) + 1)
-        else:
-            fold = ""
         rows.append(Row(line, first, second, len(words) == 3, fold))
+    # After a problem, the counts would only repeat it.
+    if problems:
+        return rows, problems
     counts = Counter((row.fold, row.same) for row in rows)
-    for fold in dict.fromkeys(row.fold for row in rows) if not problems else ():
+    for fold in dict.fromkeys(row.fold for row in rows):
         if counts[fold, True] != per_kind:
             problems.append(
                 f"{f'fold {fold}' if fold else 'it'} has {counts[fold, True]:,} same and"

@@ -55,6 +55,7 @@ def differing(
         present = labels.get(side, ())
         count = Count(len(present), len(set(present)))
         releases = published.get(side, ())
+        # Some releases state no number of classes.
         if {count, count._replace(classes=None)} & set(releases):
             continue
         counts = " or ".join(str(release) for release in releases) or "no image"
@@ -91,20 +92,20 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
                 raise DataError(f"{path} is cut short within its header.")
             shape = struct.unpack(f">{dimensions}I", lengths)
             size = math.prod(shape)
+            # A damaged header could ask for more memory than there is.
             if size > _MAX_BYTES:
                 raise DataError(
                     f"{path} should hold {size:,} bytes by its header; the limit is {_MAX_BYTES:,}."
                 )
-            content = file.read(size + 1)  # one more byte, to notice a file that is too long
+            # One more byte, to notice a file that is too long.
+            content = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise DataError(f"{path} cannot be read: {reason}.") from error
     if len(content) != size:
-        if len(content) > size:
-            more = "more"
-        else:
-            more = f"{len(content):,}"
-        raise DataError(f"{path} should hold {size:,} bytes after its header, but holds {more}.")
+        count = "more" if len(content) > size else f"{len(content):,}"
+        raise DataError(f"{path} should hold {size:,} bytes after its header, but holds {count}.")
+    # A bytearray, because an array on bytes could not be written to.
     return np.frombuffer(bytearray(content), dtype=np.uint8).reshape(shape)
 
 

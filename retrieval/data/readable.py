@@ -18,8 +18,8 @@ from retrieval.images.image_files import ImageFiles
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 10
-"""Largest number of images that a message names."""
+# Largest number of images that a message names.
+_MOST_NAMED = 10
 ADVICE = "Set [data] skip_bad = true to leave out what cannot be read."
 
 
@@ -42,22 +42,25 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(cached, json.dumps(faults).encode(), shared=True)
-        except OSError as error:  # not fatal: the next run checks again
+        except OSError as error:
+            # Not fatal: the next run checks again.
             log.warning("%s cannot be written: %s.", cached, error.strerror or error)
-    bad = [text for text in faults if text]
-    if bad and len(bad) == len(files):
-        raise DataError(f"{what}: none of its {len(files):,} images can be read. {bad[0]}")
-    if bad:
+    reasons = [text for text in faults if text]
+    if reasons and len(reasons) == len(files):
+        raise DataError(f"{what}: none of its {len(files):,} images can be read. {reasons[0]}")
+    if reasons:
+        lines = reasons[:_MOST_NAMED]
+        if len(reasons) > _MOST_NAMED:
+            lines.append(f"… and {len(reasons) - _MOST_NAMED:,} more.")
         log.warning(
             "%s: %d of %d images cannot be read and are left out:%s",
             what,
-            len(bad),
+            len(reasons),
             len(files),
-            "".join(f"\n  - {text}" for text in bad[:_SHOWN])
-            + (f"\n  - … and {len(bad) - _SHOWN:,} more." if len(bad) > _SHOWN else ""),
+            "".join(f"\n  - {line}" for line in lines),
         )
     readable = [i for i, text in enumerate(faults) if not text]
-    return readable, [f"left out: {text}" for text in bad]
+    return readable, [f"left out: {text}" for text in reasons]
 
 
 def _faults(files: Sequence[Path]) -> list[str]:
@@ -88,10 +91,12 @@ def report_left_out(files: ImageFiles, folder: Path, skip_bad: bool) -> list[str
     Raises:
         DataError: a link is broken, and `skip_bad` is false.
     """
+    notes = files.notes(folder)
     dangling = files.dangling(folder)
-    if dangling and not skip_bad:
-        raise DataError(f"{dangling} {ADVICE}")
-    notes = [*files.notes(folder), *([dangling] if dangling else [])]
+    if dangling:
+        if not skip_bad:
+            raise DataError(f"{dangling} {ADVICE}")
+        notes = [*notes, dangling]
     for note in notes:
         log.warning("%s", note)
     return notes

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from retrieval.data.datasets import Dataset
     from retrieval.recipe.tables import Split
 
-Items = Ints  # indices of items in the dataset
+# Indices of items in the dataset.
+Items = Ints
 
 SPLITS = ("train", "validation", "test")
 ROLES = ("", "query", "gallery")
@@ -36,8 +37,8 @@ def sides(column: Sequence[str] | None) -> list[str] | None:
     """Return a table's column `split` with its names mapped to `SPLITS`; unknown names stay."""
     if column is None:
         return None
-    known = {name: side for name, (side, role) in SIDES.items() if not role}
-    return [known.get(text.strip().lower(), text) for text in column]
+    side_of = {name: side for name, (side, role) in SIDES.items() if not role}
+    return [side_of.get(text.strip().lower(), text) for text in column]
 
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
@@ -76,7 +77,10 @@ class Splits:
     @property
     def held_out(self) -> Items:
         """The test items, or else the validation items, or else the training items."""
-        return next((side for side in (self.query, self.validation) if len(side)), self.train)
+        for side in (self.query, self.validation):
+            if len(side):
+                return side
+        return self.train
 
     @property
     def train_classes(self) -> list[str]:
@@ -86,7 +90,8 @@ class Splits:
     @property
     def train_labels(self) -> Items:
         """Class ids 0…K−1 of the training items, without gaps."""
-        return np.unique(self.labels[self.train], return_inverse=True)[1].astype(np.int64)
+        _, numbers = np.unique(self.labels[self.train], return_inverse=True)
+        return numbers.astype(np.int64)
 
 
 def make_splits(dataset: Dataset, split: Split) -> Splits:
@@ -115,7 +120,10 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
         train, validation = _take_validation(train, labels, split)
     query, gallery = _roles(dataset, test, notes)
     splits = Splits(labels, classes, train, validation, query, gallery, notes)
-    if problems := list(filter(None, (_training_problem(splits), _test_problem(splits)))):
+    problems = [
+        problem for problem in (_training_problem(splits), _test_problem(splits)) if problem
+    ]
+    if problems:
         refuse("[split]", problems)
     return splits
 
@@ -124,22 +132,20 @@ def _classes(dataset: Dataset) -> tuple[Items, list[str]]:
     """Return class ids (N,) and class names, after checking the names of sides and roles."""
     if not len(dataset):
         raise DataError("The dataset has no items.")
-    sides = SPLITS if dataset.roles is None else (*SPLITS, "")  # a role implies the test side
-    problems = [
-        f"{name} must be {', '.join(repr(k) for k in known if k)}, not"
-        f" '{value}'.{did_you_mean(value, known)}"
-        for name, column, known in (
-            ("splits", dataset.splits, sides),
-            ("roles", dataset.roles, ROLES),
-        )
-        for value in sorted({*map(str, column or ())} - {*known})
-    ]
+    # An item with a role needs no side: the role implies the test side.
+    sides = SPLITS if dataset.roles is None else (*SPLITS, "")
+    problems = []
+    for name, column, words in (("splits", dataset.splits, sides), ("roles", dataset.roles, ROLES)):
+        allowed = ", ".join(repr(word) for word in words if word)
+        for value in sorted({*map(str, column or ())} - {*words}):
+            hint = did_you_mean(value, words)
+            problems.append(f"{name} must be {allowed}, not '{value}'.{hint}")
     if problems:
         refuse("The dataset", problems)
     texts = [label.strip() for label in dataset.labels]
     classes = sorted(set(texts), key=natural)
-    numbers = {text: i for i, text in enumerate(classes)}
-    return np.fromiter((numbers[text] for text in texts), np.int64, len(texts)), classes
+    numbers = {text: number for number, text in enumerate(classes)}
+    return np.array([numbers[text] for text in texts], np.int64), classes
 
 
 def _sides(
@@ -150,8 +156,8 @@ def _sides(
     if split.by == "given":
         return _own_split(dataset)
     if split.by == "class":
-        held = np.isin(labels, _held_out(split.test, classes))
-        return np.flatnonzero(~held), none, np.flatnonzero(held)
+        is_test = np.isin(labels, _held_out(split.test, classes))
+        return np.flatnonzero(~is_test), none, np.flatnonzero(is_test)
     if not isinstance(split.test, float | int):
         raise DataError(
             '[split] test: with by = "item" it is the fraction of each class\'s items, not a list.'
@@ -166,17 +172,20 @@ def _own_split(dataset: Dataset) -> tuple[Items, Items, Items]:
         raise DataError(
             'The dataset comes with no split of its own. Set [split] by = "class" or by = "item".'
         )
-    own = dataset.splits or [""] * len(dataset)
     # An item without a side is on the test side if it has a role.
-    filled = [side or ("test" if role else "train") for side, role in zip(own, roles, strict=True)]
-    sides = np.array(filled, dtype=object)
+    sides = np.where(np.array(roles, dtype=object) == "", "train", "test").astype(object)
+    if dataset.splits is not None:
+        stated = np.array(dataset.splits, dtype=object)
+        sides = np.where(stated == "", sides, stated)
     train, validation, test = (np.flatnonzero(sides == side) for side in SPLITS)
     return train, validation, test
 
 
 def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int]:
     if isinstance(test, float | int):
-        return list(range(len(classes) - int(len(classes) * test + 0.5), len(classes)))
+        # + 0.5 rounds half up; Python's round() would round 2.5 classes down and 3.5 up.
+        count = int(len(classes) * test + 0.5)
+        return list(range(len(classes) - count, len(classes)))
     names = dict.fromkeys(str(name).strip() for name in test)
     numbers = {name: number for number, name in enumerate(classes)}
     problems = [
@@ -194,17 +203,18 @@ def _part_of_each(
 ) -> tuple[Items, Items]:
     """Return two sorted sides; the second gets a fraction `part` of every class."""
     random = _generator(seed, purpose)
+    # One sort instead of a pass over all items for each class.
     by_class = items[np.argsort(labels[items], kind="stable")]
-    parts = []
-    for items_of_class in np.split(by_class, np.flatnonzero(np.diff(labels[by_class])) + 1):
+    starts = np.flatnonzero(np.diff(labels[by_class])) + 1
+    parts = [np.empty(0, np.int64)]
+    for items_of_class in np.split(by_class, starts):
         shuffled = random.permutation(items_of_class)
-        count = min(max(int(len(shuffled) * part + 0.5), 2), len(shuffled) - 2)
-        if part and count >= 2:  # false for a class of fewer than four items
+        rounded = int(len(shuffled) * part + 0.5)
+        count = min(max(rounded, 2), len(shuffled) - 2)
+        # A class of fewer than four items stays whole.
+        if part and count >= 2:
             parts.append(shuffled[:count])
-    if parts:
-        second = np.sort(np.concatenate(parts))
-    else:
-        second = np.empty(0, np.int64)
+    second = np.sort(np.concatenate(parts))
     return np.setdiff1d(items, second), second
 
 
@@ -220,8 +230,8 @@ def _take_validation(train: Items, labels: Items, split: Split) -> tuple[Items, 
             ' "item", or validation = 0.'
         )
     chosen = _generator(split.seed, "validation").permutation(classes)[:count]
-    kept = np.isin(labels[train], chosen)
-    return train[~kept], train[kept]
+    is_validation = np.isin(labels[train], chosen)
+    return train[~is_validation], train[is_validation]
 
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
@@ -230,13 +240,18 @@ def _generator(seed: int, purpose: str) -> np.random.Generator:
 
 
 def _roles(dataset: Dataset, test: Items, notes: list[str]) -> tuple[Items, Items | None]:
-    roles = np.array([dataset.roles[i] for i in test] if dataset.roles else [], dtype=object)
+    if not dataset.roles:
+        return test, None
+    roles = np.array([dataset.roles[i] for i in test], dtype=object)
     if not roles.any():
         return test, None
     query = test[roles == "query"]
     gallery = test[roles == "gallery"]
-    if left := len(test) - len(query) - len(gallery):
-        notes.append(f"{left:,} test items are neither query nor gallery, and are left out.")
+    without_role = len(test) - len(query) - len(gallery)
+    if without_role:
+        notes.append(
+            f"{without_role:,} test items are neither query nor gallery, and are left out."
+        )
     return query, gallery
 
 
@@ -253,10 +268,11 @@ def _training_problem(splits: Splits) -> str | None:
     if counts.max() < 2:
         return "no class has two items to train on, so there is no pair of one class to learn from."
     if len(single):
+        names = some([splits.classes[i] for i in single])
+        ending = "es have" if len(single) > 1 else " has"
         splits.notes.append(
-            f"{len(single):,} class{'es have' if len(single) > 1 else ' has'} one training item"
-            f" only ({some([splits.classes[i] for i in single])}): it serves as a negative, and is"
-            " repeated where a batch takes several of a class."
+            f"{len(single):,} class{ending} one training item only ({names}): it serves as a"
+            " negative, and is repeated where a batch takes several of a class."
         )
     return None
 

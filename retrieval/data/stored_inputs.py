@@ -46,18 +46,21 @@ class StoredInputs(Dataset):
 
     def splits_of(self, why: str) -> Splits:
         """Return splits with all items on the test side, and `why` as a note."""
-        classes = sorted(set(self.labels))
+        names, numbers = np.unique(self.labels, return_inverse=True)
         none = np.empty(0, np.int64)
-        numbers = np.array([classes.index(label) for label in self.labels], np.int64)
-        return Splits(numbers, classes, none, none, np.arange(len(self.labels)), notes=[why])
+        items = np.arange(len(self.labels))
+        return Splits(numbers.astype(np.int64), names.tolist(), none, none, items, notes=[why])
 
 
 def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing | None) -> bytes:
     """Return a few held-out inputs and their labels as the content of a safetensors file."""
     raw = RawInputs(dataset, preprocessing, budget=0)
     held_out = splits.held_out
-    size = raw.batch(held_out[:1]).nbytes
-    chosen = by_class(held_out, splits.labels, max(2, min(MOST_ITEMS, MOST_BYTES // max(1, size))))
+    item_bytes = raw.batch(held_out[:1]).nbytes
+    fitting = MOST_BYTES // max(1, item_bytes)
+    # At least two, because torch's exporter takes a batch of one for a constant.
+    number = max(2, min(MOST_ITEMS, fitting))
+    chosen = by_class(held_out, splits.labels, number)
     labels = [splits.classes[i] for i in splits.labels[chosen]]
     metadata = {"format": INPUTS_FORMAT, "kind": dataset.kind, "labels": json.dumps(labels)}
     return save({"inputs": np.ascontiguousarray(raw.batch(chosen))}, metadata)
@@ -95,8 +98,10 @@ def by_class(indices: Ints, labels: Ints, number: int = ITEMS) -> Ints:
     """
     if len(indices) <= number:
         return indices
-    classes, counts = np.unique(labels[indices], return_counts=True)
-    per_class = max(2, min(8, int(np.median(counts))), number // len(classes))
-    kept = evenly_spaced(classes, max(1, number // per_class))
-    rows = [evenly_spaced(indices[labels[indices] == label], per_class) for label in kept]
-    return np.sort(np.concatenate(rows))[:number]
+    labels = labels[indices]
+    classes, counts = np.unique(labels, return_counts=True)
+    usual = min(8, int(np.median(counts)))
+    per_class = max(2, usual, number // len(classes))
+    classes = evenly_spaced(classes, max(1, number // per_class))
+    chosen = [evenly_spaced(indices[labels == label], per_class) for label in classes]
+    return np.sort(np.concatenate(chosen))[:number]

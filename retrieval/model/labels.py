@@ -140,10 +140,10 @@ def _unchanged(labels: Any) -> Array:
         # NumPy may turn whole numbers beyond int64 into floats, which are not exact.
         if array.dtype.kind in "biuU":
             return array
-    return np.fromiter(map(_plain, values), object)
+    return np.fromiter(map(python_scalar, values), object)
 
 
-def _plain(value: Any) -> Any:
+def python_scalar(value: Any) -> Any:
     """Return a NumPy scalar or zero-dimensional tensor as a Python value; others unchanged."""
     item: Callable[[], Any] | None = getattr(value, "item", None)
     if item is not None and getattr(value, "ndim", None) == 0:
