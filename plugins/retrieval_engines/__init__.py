@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from retrieval.base.lazy import lazy_names
 
-if TYPE_CHECKING:  # `lazy_names` reads this list
+# `lazy_names` reads this list.
+if TYPE_CHECKING:
     from retrieval_engines.remote import RemotePlace as RemotePlace, RemoteStore as RemoteStore
     from retrieval_engines.rows import Row as Row
 else:

@@ -60,7 +60,8 @@ from retrieval.store.search import check_queries
 from retrieval_engines.rows import PIECE_BYTES, Row
 
 ENGINE_FORMAT = 1
-EXACT = 1 << 53  # float64, the engines' type of numbers, represents smaller integers exactly
+# The engines' numbers are float64, which represents smaller integers exactly.
+EXACT = 1 << 53
 REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
 """Stands for the register in calls that take a generation; its rows have no arrays."""
 
@@ -132,7 +133,8 @@ class RemoteStore(Store):
         self.timeout = timeout
         self.lists: set[str] = set()
         self._fields: set[str] = set()
-        self._prefix = ""  # of the collections of this index
+        # Prefix of the names of this index's collections.
+        self._prefix = ""
         self._turn = threading.RLock()
         self._closed = False
         # By the number of a generation: ids that it lacks, and the rows that `pending` returned
@@ -238,7 +240,8 @@ class RemoteStore(Store):
 
     def collection(self, number: int) -> str:
         """Return the name of the collection of generation `number`; 0 is the register."""
-        return f"{self._prefix}{number:06}"  # fixed width, so that no name is a prefix of another
+        # Fixed width, so that no name is a prefix of another.
+        return f"{self._prefix}{number:06}"
 
     def _request(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call a method of the client; retry it for up to `timeout` seconds.
@@ -257,7 +260,8 @@ class RemoteStore(Store):
                 left = min(give_up, stop_at()) - now
                 return method(*arguments, **named, **self._time_limit(max(0.5, left)))
             except Exception as error:
-                if self._closed:  # a client that is closed meanwhile raises whatever it may
+                # A client that is closed meanwhile may raise any error.
+                if self._closed:
                     raise self._closed_error() from None
                 if not isinstance(error, self.errors):
                     raise
@@ -290,7 +294,8 @@ class RemoteStore(Store):
     def _to_condition(self, condition: Condition) -> Any:
         expression = None
         if isinstance(condition, Exists):
-            if condition.field == "id":  # matches every item
+            # Every item has an id.
+            if condition.field == "id":
                 return self._join_conditions("not", [self._condition("id", "=", ())])
         elif condition.op != "!=":
             expression = self._condition(condition.field, condition.op, condition.values)
@@ -314,7 +319,8 @@ class RemoteStore(Store):
         # still has the old one open notices: `changed`.
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
         self._prefix = f"{self.name}{self.separator}{digest}{self.separator}"
-        self._delete_collections(self._prefix)  # what a call that was killed has left
+        # A call that was killed may have left collections.
+        self._delete_collections(self._prefix)
         try:
             self._create_collection(REGISTER)
             self._write_notes({"index": {"format": ENGINE_FORMAT, "identity": identity}})
@@ -378,7 +384,8 @@ class RemoteStore(Store):
     def close(self) -> None:
         """Close the connection; see `Store`."""
         if not self._closed:
-            self._closed = True  # first, so that `_request` knows why a running request fails
+            # This is set first, so that `_request` knows why a running request fails.
+            self._closed = True
             self._client.close()
 
     # The register
@@ -442,7 +449,8 @@ class RemoteStore(Store):
             self._write_rows(served, rows)
             self._delete_originals(replaced)
             if self._read_register().served.number != served.number:
-                raise self._superseded_error()  # the new generation may lack the rows
+                # The new generation may lack the rows.
+                raise self._superseded_error()
             return len(replaced)
 
     def _write_pieces(self, owner: str, content: Iterable[bytes]) -> int:
@@ -545,7 +553,8 @@ class RemoteStore(Store):
         try:
             return self._search(served, queries, count, self._conditions(filter))
         except StoreError:
-            if self._read_register().served.number != served.number:  # the old one may be dropped
+            # Another process may have switched, and the old generation may be dropped.
+            if self._read_register().served.number != served.number:
                 raise self._superseded_error() from None
             raise
 
@@ -558,7 +567,8 @@ class RemoteStore(Store):
             raise StoreError(f"{self.engine} returns at most {most:,} items. Request fewer.")
         if not len(queries) or not count:
             return [[] for _ in queries]
-        nearest: list[dict[str, None]] = [{} for _ in queries]  # dicts keep the order of ids
+        # Dicts keep the order of ids, and hold each once.
+        nearest: list[dict[str, None]] = [{} for _ in queries]
         for space, (start, stop) in enumerate(served.spans):
             part = np.ascontiguousarray(queries[:, start:stop])
             answers = self._nearest_ids(served, space, part, most, conditions)
@@ -643,7 +653,8 @@ class RemoteStore(Store):
             if len(queue) < limit:
                 queue = self._differences(target, served)[0]
             rows: list[Row] = []
-            while queue and not rows:  # all of these may have been deleted meanwhile
+            # All of these may have been deleted meanwhile.
+            while queue and not rows:
                 rows = self._read_rows(served, queue[:limit], FEATURES in served.widths)
                 if not rows:
                     queue = queue[limit:]

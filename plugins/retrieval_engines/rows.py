@@ -55,7 +55,8 @@ class Row:
         """Return the row of an item, with a new version."""
         record = {name: getattr(item, name) for name in _FIELDS}
         record |= {
-            "metadata": json.loads(metadata_text(item.metadata)),  # NumPy's numbers become numbers
+            # The text turns NumPy's numbers into numbers of JSON.
+            "metadata": json.loads(metadata_text(item.metadata)),
             "path": None,
             "version": uuid.uuid4().hex,
             "pieces": None,

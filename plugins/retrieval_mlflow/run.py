@@ -29,7 +29,8 @@ class MlflowRun:
 
     def __init__(self) -> None:
         """Load the package and open its store; see `retrieval.plugin.Tracker`."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # telemetry would use the network
+        # MLflow's telemetry would use the network.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         # Training waits: MLflow's own 7 tries take four minutes, or 120 seconds each if a server
         # accepts connections and never answers.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -45,7 +46,8 @@ class MlflowRun:
 
         known: Mapping[str, str] = {}
         if run.key is not None:
-            with suppress(MlflowException):  # the run is in another store, or was deleted
+            # The run is in another store, or was deleted.
+            with suppress(MlflowException):
                 known = self._client.get_run(run.key).data.params
                 self._client.update_run(run.key, status="RUNNING")
                 self._key = run.key
@@ -69,7 +71,8 @@ class MlflowRun:
         if (experiment := self._client.get_experiment_by_name(name)) is None:
             try:
                 return str(self._client.create_experiment(name))
-            except MlflowException:  # another process has just created it
+            except MlflowException:
+                # Another process has just created it.
                 experiment = self._client.get_experiment_by_name(name)
                 if experiment is None:
                     raise

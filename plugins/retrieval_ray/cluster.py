@@ -59,7 +59,8 @@ class RayCluster(Cluster):
 
     def _join(self, ray: Any) -> None:
         try:
-            if self._address != "auto":  # checked here, because Ray would try for minutes
+            # The address is tried here first, because Ray would try for minutes.
+            if self._address != "auto":
                 host, _, port = self._address.rpartition(":")
                 address = host.strip("[]"), int(port)
                 socket.create_connection(address, timeout=_SECONDS_TO_CONNECT).close()
@@ -134,7 +135,8 @@ class RayCluster(Cluster):
         on_gpu = gpu and self._gpus > 0
         size = min(self._gpus if on_gpu else self._processes, len(items))
         # One block an item, so that an item is what a process takes at a time, and takes again.
-        process: Any = _Process  # Ray's types know functions only
+        # Ray's types know functions only.
+        process: Any = _Process
         rows = [{"item": pickle.dumps(item)} for item in items]
         answers = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
             process,

@@ -15,7 +15,8 @@ _KEYLESS = re.compile(r"/|/page(?:-part|-edit)?\.(?:css|js)|/livez|/readyz|/v1/o
 _SEARCHES = re.compile(r"/v1(?:/indexes/[^/]+)?/search(?:/batch)?")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
 _CLOSE = {"Connection": "close"}
-_TASKS = {  # what each role permits, in words for messages
+# What each role permits, in words for messages.
+_TASKS = {
     "read": "searching and looking",
     "write": "adding, changing and deleting",
     "admin": "snapshots and metrics",
@@ -105,10 +106,10 @@ class Access:
         method = scope["method"]
         path = scope["path"]
         headers = dict(scope["headers"])
-        if scope.get("client"):
-            address = scope["client"][0]
-        else:
-            address = ""
+        client = scope.get("client")
+        address = ""
+        if client:
+            address = client[0]
         keyed = self._source is not None
         caller = Caller("", self._keyless_role, address, keyed=keyed)
         host = headers.get(b"host", b"").decode("latin-1")
@@ -129,17 +130,20 @@ class Access:
             raise RequestError(421, sentence, headers=_CLOSE)
         if method not in ("GET", "HEAD"):
             self._refuse_other_sites(host, headers)
+        # A browser shows the page before anybody can type a key into it.
         if is_free(method, path):
             return caller
         authorization = [value for name, value in scope["headers"] if name == b"authorization"]
         if self._source is not None and authorization:
             caller = _holder(self._source, address, authorization)
-            scope["retrieval.caller"] = caller  # the log names the key that is refused
+            # Set before the role is checked, so that the log names the key that is refused.
+            scope["retrieval.caller"] = caller
         caller.require(needed_role(method, path, keyed))
         return caller
 
     def _refuse_other_sites(self, host: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise a RequestError 403 for a request from another site's page."""
+        # Browsers send these headers; a program that sends neither obeys no other site's page.
         foreign = headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none")
         if b"origin" in headers:
             site = headers[b"origin"].decode("latin-1").partition("://")[2]
@@ -150,9 +154,10 @@ class Access:
 
     def _is_our_name(self, host: str) -> bool:
         """Return whether the server answers for a host name; this prevents DNS rebinding."""
-        known = self._settings.hosts
+        hosts = self._settings.hosts
         name = _name(host)
-        return known is None or name in known or name == "localhost" or _is_address(name)
+        # A page of another site can let its own name point here, but not an address or localhost.
+        return hosts is None or name in hosts or name == "localhost" or _is_address(name)
 
 
 def plain_address(address: str) -> str:

@@ -155,10 +155,12 @@ class Application:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request, or the lifespan of the server."""
-        scope["app"] = self  # without it, the router would answer 404 and 405 itself
+        # Without this entry, the router would answer 404 and 405 itself, in plain text.
+        scope["app"] = self
         if scope["type"] != "http":
             await self._router(scope, receive, send)
             return
+        # Keys, logs and trusted proxies name IPv4 addresses in their usual form.
         if scope.get("client"):
             scope["client"] = (plain_address(scope["client"][0]), scope["client"][1])
         await self._observed(scope, receive, send)
@@ -195,7 +197,8 @@ class Application:
         try:
             scope["retrieval.caller"] = self._access.admit(scope)
             await self._router(scope, counted_receive, counted_send)
-        except (ClientDisconnect, TimeoutError):  # the client has left or reads too slowly
+        except (ClientDisconnect, TimeoutError):
+            # The client has left or reads too slowly.
             pass
         except (Exception, asyncio.CancelledError) as error:
             refusal = _refusal_of(error)
@@ -208,12 +211,12 @@ class Application:
             ended = perf_counter()
             if status:
                 trail.note("send", ended - sending)
-            if scope["method"] in _METHODS:
-                method = scope["method"]
-            else:
+            method = scope["method"]
+            if method not in _METHODS:
                 method = _OTHER
             route = scope.get("retrieval.route") or self._route_of(scope)
             self._metrics.answered(trail, method, route, status, ended - began)
+            # Monitors ask every few seconds: their lines would hide the others.
             if self._settings.log_format and not (route in HEALTH and status in (200, 503)):
                 line = {
                     "method": method,
@@ -244,20 +247,18 @@ class Application:
     async def _ready(self, request: Request) -> Response:
         """Report whether all indexes can be searched, and if not, what is wrong."""
         states = {name: readiness.state() for name, readiness in self.readiness.items()}
-        is_one = len(states) == 1
-        members: dict[str, Any] = next(iter(states.values())) if is_one else {"indexes": states}
-        for name, readiness in self.readiness.items():
-            if reason := readiness.reason():
-                if is_one:
-                    sentence = reason
-                else:
-                    sentence = f"Index {name}: {reason}"
-                if is_one:
-                    shown = {"checks": members["checks"]}
-                else:
-                    shown = members
-                raise RequestError(503, sentence, members=shown)
-        return JSONResponse({"status": "ready", **members})
+        reasons = {name: readiness.reason() for name, readiness in self.readiness.items()}
+        failed = next((name for name, reason in reasons.items() if reason), None)
+        if len(states) > 1:
+            if failed is not None:
+                sentence = f"Index {failed}: {reasons[failed]}"
+                raise RequestError(503, sentence, members={"indexes": states})
+            return JSONResponse({"status": "ready", "indexes": states})
+        (state,) = states.values()
+        if failed is not None:
+            sentence = str(reasons[failed])
+            raise RequestError(503, sentence, members={"checks": state["checks"]})
+        return JSONResponse({"status": "ready", **state})
 
     async def _show_metrics(self, request: Request) -> Response:
         text = await self.workers.pictures.run(self._metrics.text)
@@ -271,6 +272,7 @@ class Application:
         if self._keys is not None:
             watching.append(self._watch_keys(self._keys))
         tasks = [asyncio.create_task(watch) for watch in watching]
+        # Python allows only the main thread to set a handler; in a notebook, a thread serves.
         if threading.current_thread() is threading.main_thread():
             # The server keeps running after a SIGHUP from a closing terminal or from logrotate.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -280,7 +282,8 @@ class Application:
         try:
             yield
         finally:
-            if self.ends_process:  # Python would wait for a hanging thread
+            # At its exit, Python waits for the threads of all pools, even for one that hangs.
+            if self.ends_process:
                 timer = threading.Timer(GRACE_SECONDS - DRAIN_SECONDS - 1, os._exit, (0,))
                 timer.daemon = True
                 timer.start()
@@ -303,7 +306,8 @@ def _refusal_of(error: BaseException) -> RequestError:
         return RequestError(503, str(error), "audit")
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, DataError):  # the image, vector or item in the request is invalid
+    # The image, vector or item in the request is invalid.
+    if isinstance(error, DataError):
         text = str(error)
         return RequestError(422, text[:1].upper() + text[1:])
     if isinstance(error, HTTPException):
@@ -329,11 +333,8 @@ def _static(name: str, media_type: str) -> NamedRoute:
 def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:
     """Return the trace id of a single valid `traceparent` header (W3C), or an empty string."""
     parents = [value for name, value in headers if name == b"traceparent"]
-    if len(parents) == 1:
-        match = _PARENT.fullmatch(parents[0])
-    else:
-        match = None
-    if match:
+    # W3C: a receiver ignores a repeated header.
+    if len(parents) == 1 and (match := _PARENT.fullmatch(parents[0])):
         return match[1].decode()
     return ""
 
@@ -407,7 +408,8 @@ def start_log(form: Literal["text", "json"], names_process: bool = False) -> Que
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level)
-    for name in ("python_multipart", "python_multipart.multipart"):  # the response has its message
+    # A fault in a form is the client's, and the response describes it.
+    for name in ("python_multipart", "python_multipart.multipart"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     listener = QueueListener(handler.queue, logging.StreamHandler(sys.stderr))
     listener.start()
@@ -461,6 +463,8 @@ class Metrics:
         self._sizes = {
             name: histogram(f"{name}_batch", text, buckets=_BATCHES) for name, text in texts.items()
         }
+        # Processes share their counters in files, but each has gauges of its own: `text` adds those
+        # of the process that answers.
         if not self._has_siblings:
             registry.register(self._gauges)
             ProcessCollector(registry=registry)
@@ -474,7 +478,8 @@ class Metrics:
         for stage, count in trail.batches:
             if count and stage in self._sizes:
                 self._sizes[stage].observe(count)
-        if status >= 400 and (route, status) != ("/readyz", 503):  # "not ready" is an answer
+        # To `/readyz`, "not ready" is an answer and not a refusal.
+        if status >= 400 and (route, status) != ("/readyz", 503):
             self._refused.labels(trail.reason or str(status)).inc()
 
     def text(self) -> bytes:
@@ -511,16 +516,16 @@ class _Gauges(Collector):
         yield lengths
         pids = workers.decoders.pids
         yield gauge("decode_processes", "Decoding processes.", value=len(pids))
+        labels = []
         if len(self._indexes) > 1:
             labels = ["index"]
-        else:
-            labels = []
         families = {
             name: gauge(f"index_{name}", text, labels=labels)
             for name, text in _INDEX_METRICS.items()
         }
         for index_name, served in self._indexes.items():
-            with suppress(StoreError):  # `Readiness` reports the error
+            # `Readiness` reports the error.
+            with suppress(StoreError):
                 with served.use() as index:
                     stats = index.stats()
                 values = {"items": stats.count, "bytes": stats.bytes}
@@ -583,5 +588,6 @@ def traced(app: Any) -> Any:
         app,
         tracer_provider=provider,
         exclude_spans=["receive", "send"],
-        default_span_details=lambda scope: (scope["method"], {}),  # paths contain items' ids
+        # By default a span is named by its path, which contains items' ids.
+        default_span_details=lambda scope: (scope["method"], {}),
     )

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from retrieval_server.keys import Key
 
-_DAY = 86_400.0  # seconds, the longest --deadline
+# The longest --deadline, in seconds.
+_DAY = 86_400.0
 
 
 @command(
@@ -199,6 +200,8 @@ def rotate(name: str, path: Path, grace: timedelta, expires: timedelta | None) -
 
 
 def _show_key(text: str, record: Key, path: Path) -> None:
+    # Only the key goes to standard output, so that a shell can store it: key=$(retrieval keys add
+    # …)
     click.echo(text)
     say(f"Wrote its hash to {path}. Requests send it as 'Authorization: Bearer KEY'.", err=True)
     if record.expires:
@@ -221,16 +224,14 @@ def list_keys(path: Path, as_json: bool) -> None:
         say_json([key.model_dump(mode="json", exclude=secret, exclude_none=True) for key in stored])
         return
     for key in stored:
+        details = []
         if key.indexes:
             details = [f"indexes {', '.join(key.indexes)}"]
-        else:
-            details = []
         details += [f"created {key.created}"] if key.created else []
         if key.expires:
+            verb = "expires"
             if key.expired:
                 verb = "expired"
-            else:
-                verb = "expires"
             details.append(f"{verb} {key.expires}")
         say(f"{key.name}  {key.role}  rk_{key.id}_…  {'; '.join(details)}".rstrip())
 

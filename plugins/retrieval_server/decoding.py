@@ -45,7 +45,8 @@ _ATTEMPTS = 2
 _ENDING_SECONDS = 1.0
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 """Exit codes of a process that the system or a person has ended."""
-_LONGEST_SENTENCE = 4096  # characters
+_LONGEST_SENTENCE = 4096
+"""Maximum length of an error message, in characters."""
 _ANSWER = struct.Struct("<?III")
 """Header of an answer: whether the image was decoded, width, height, and number of bytes after it.
 
@@ -119,24 +120,29 @@ class Decoders:
             longest = 5 * self.limits.pixels + len(content)
         else:
             longest = math.prod(preprocessing.shape)
-        longest = max(longest, 4 * _LONGEST_SENTENCE)  # UTF-8 has up to 4 bytes per character
+        # UTF-8 has up to 4 bytes per character.
+        longest = max(longest, 4 * _LONGEST_SENTENCE)
         for _ in range(_ATTEMPTS):
             worker = self._take()
             try:
                 result = worker.ask((kind, content, preprocessing, name), longest)
             except (OSError, EOFError, ValueError) as fault:
                 if not isinstance(fault, TimeoutError | ValueError):
-                    worker.process.join(_ENDING_SECONDS)  # so that the system has its exit code
-                killed = worker.process.exitcode in _KILLED  # before `_end` kills it
+                    # The exit code is known only after the system has ended the process.
+                    worker.process.join(_ENDING_SECONDS)
+                # `_end` kills the process, so its exit code is read before.
+                killed = worker.process.exitcode in _KILLED
                 self._end(worker)
                 if killed:
-                    continue  # the image may be sound
+                    # Whoever killed the process, the image may be sound: try it once more.
+                    continue
                 reason = "cannot be decoded: it crashes its decoder"
                 if isinstance(fault, TimeoutError):
                     reason = f"takes longer than {self.seconds:g} seconds to decode"
                 raise DataError(f"{name} {reason}. Save it as a plain PNG or JPEG.") from None
             with self._lock:
-                self._idle.append(worker)  # on top, because the next image profits from warm caches
+                # The last process used is taken first, because its caches are warm.
+                self._idle.append(worker)
             if isinstance(result, str):
                 raise DataError(result)
             return result
@@ -168,7 +174,8 @@ class Decoders:
                 return self._start()
             if worker.process.is_alive():
                 return worker
-            self._end(worker)  # it was killed while idle
+            # The system or a person killed it while it was idle.
+            self._end(worker)
 
     def _start(self) -> _Worker:
         if self._closed:
@@ -227,8 +234,10 @@ class _Worker:
             ValueError: the answer has more than `longest` bytes, or a wrong number of pixels.
         """
         self.pipe.settimeout(self._seconds)
+        # Only this direction is pickled: the process may trust the server, but not vice versa.
         self.pipe.sendall(pickle.dumps(job, 5))
         decoded, width, height, size = _ANSWER.unpack(self._read(_ANSWER.size, self._seconds))
+        # A process that its image has taken over could claim any size.
         if size > longest:
             raise ValueError
         answer = self._read(size, self._seconds)
@@ -260,6 +269,9 @@ _MAIN_LOCK = threading.Lock()
 
 def _start_without_main(process: Any) -> None:
     """Start a process that, unlike multiprocessing's default, does not import the main script."""
+    # multiprocessing reads the script's path from `__main__`, and no option prevents that. A
+    # process of `subprocess` would not import the script either, but would start in 0.3 s instead
+    # of a few milliseconds, because it would import NumPy and Pillow again.
     with _MAIN_LOCK:
         script = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
@@ -271,16 +283,21 @@ def _start_without_main(process: Any) -> None:
 
 def _serve(pipe: socket.socket, limits: Limits) -> None:
     """Decode images until the socket closes; runs in the decoder process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
+    # Ctrl-C reaches all processes of the terminal; the server ends its decoders itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     return_large_blocks(_KEPT_BYTES)
-    Image.init()  # loads all decoders before memory is limited
+    # All decoders are loaded before memory is limited.
+    Image.init()
     can_open("AVIF"), can_open("HEIF")
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # discard what libraries print about hostile files
+    # Discard what libraries print about hostile files.
+    for stream in range(3):
         os.dup2(nowhere, stream)
+    # The libraries that are loaded by now do not count towards the limit.
     _confine(limits.memory)
     with suppress(EOFError, OSError), pipe.makefile("rb") as jobs:
-        pipe.sendall(b"\0")  # ready
+        # This byte tells the server that the process is ready.
+        pipe.sendall(b"\0")
         while True:
             pipe.sendall(_answer(limits, pickle.load(jobs)))
 
@@ -312,7 +329,8 @@ def _answer(limits: Limits, job: Job) -> bytes:
 
 def _confine(memory: int) -> None:
     """Limit this process's memory to `memory` bytes more than it uses now."""
-    with suppress(OSError, StopIteration):  # macOS has no /proc
+    # macOS has no /proc, so memory is not limited there.
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text("ascii").splitlines()
         now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmSize:"))
         resource.setrlimit(resource.RLIMIT_AS, (now + memory, now + memory))

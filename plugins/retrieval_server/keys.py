@@ -81,6 +81,7 @@ class Keys(tuple[Key, ...]):
         """
         if parts := _KEY.fullmatch(sent):
             for key in self:
+                # The id is not secret, so only the comparison of the hashes takes constant time.
                 if key.id == parts[1]:
                     if hmac.compare_digest(_hash(key.salt, parts[2]), key.hash):
                         return key
@@ -154,15 +155,17 @@ def parse_keys(text: bytes, where: str) -> Keys:
     if not text.strip():
         advice = "Create a key with: retrieval keys add NAME --output FILE"
         raise RetrievalError(f"{where} is empty. {advice}")
+    # Editors on Windows write a byte-order mark.
     text = text.removeprefix(codecs.BOM_UTF8)
     keys = list[Key]()
     problems = list[str]()
-    seen = dict[str, int]()
+    lines = dict[str, int]()
     for number, line in enumerate(text.split(b"\n"), 1):
         if not line.strip() or line.lstrip().startswith(b"#"):
             continue
         try:
-            strict_loads(line)  # pydantic accepts repeated members and NaN
+            # pydantic accepts repeated members and NaN.
+            strict_loads(line)
             key = Key.model_validate_json(line)
         except ValidationError as error:
             problems.append(f"line {number}: {_problems(error)}.")
@@ -170,10 +173,11 @@ def parse_keys(text: bytes, where: str) -> Keys:
             problems.append(f"line {number} is not a JSON object.")
         else:
             for value in (f"name {key.name}", f"id {key.id}"):
-                if value in seen:
-                    problems.append(f"line {number} repeats the {value} of line {seen[value]}.")
+                if value in lines:
+                    problems.append(f"line {number} repeats the {value} of line {lines[value]}.")
+                # A rotated key has the name of its successor until it expires.
                 if value.startswith("id") or key.expires is None:
-                    seen[value] = number
+                    lines[value] = number
             keys.append(key)
     if problems:
         raise RetrievalError(listed(where, problems))
@@ -192,10 +196,7 @@ def add_key(path: Path, key: Key) -> None:
         RetrievalError: the file has a key of this name, or cannot be read or written.
     """
     with hold(path, "changing these keys"):
-        if path.exists():
-            keys = read_keys(path)
-        else:
-            keys = Keys()
+        keys = read_keys(path) if path.exists() else Keys()
         if any(other.name == key.name for other in keys):
             raise RetrievalError(
                 f"{path} has a key {key.name} already. Replace it with 'retrieval keys rotate"
@@ -255,8 +256,8 @@ def _last_of(keys: Keys, name: str, path: Path) -> Key:
     for key in reversed(keys):
         if key.name == name:
             return key
-    known = ", ".join(sorted({key.name for key in keys})[:20]) or "none"
-    raise RetrievalError(f"{path} has no key {name}. It has: {known}.")
+    names = ", ".join(sorted({key.name for key in keys})[:20]) or "none"
+    raise RetrievalError(f"{path} has no key {name}. It has: {names}.")
 
 
 def _read(path: Path) -> bytes:
@@ -274,7 +275,8 @@ def _write(path: Path, keys: Iterable[Key]) -> None:
     real_path = Path(os.path.realpath(path))
     lines = [json.dumps(key.model_dump(mode="json", exclude_none=True)) for key in keys]
     text = "\n".join([_HEAD, *lines, ""]).encode()
-    parse_keys(text, str(path))  # refuses a file that would be too large to read again
+    # This refuses a file that would be too large to read again.
+    parse_keys(text, str(path))
     with whole_file(real_path, RetrievalError, private=True) as temporary:
         temporary.write_bytes(text)
         if real_path.exists():
@@ -319,10 +321,7 @@ class KeySource:
         except RetrievalError as error:
             log.warning("The keys stay as they were. %s", error)
         else:
-            if len(self.keys) == 1:
-                count = "1 key"
-            else:
-                count = f"{len(self.keys):,} keys"
+            count = "1 key" if len(self.keys) == 1 else f"{len(self.keys):,} keys"
             log.warning("Read %s again; it has %s.", self._path, count)
 
     def _stamp(self) -> tuple[int, ...] | None:

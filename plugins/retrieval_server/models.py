@@ -75,7 +75,8 @@ class JsonBody(BaseModel):
     @classmethod
     def _has_no_other(cls, content: object) -> object:
         if isinstance(content, dict) and not content.keys() <= cls.model_fields.keys():
-            raise PydanticCustomError("extra_forbidden", "")  # instead of an error a member
+            # One error for the object: an error for each member would fill the memory.
+            raise PydanticCustomError("extra_forbidden", "")
         return content
 
     @classmethod
@@ -115,14 +116,14 @@ class QueryBody(JsonBody):
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if (self.vector is None) == (self.id is None):
-            raise ValueError  # `_sentence` writes the message
+            # `_sentence` writes the message.
+            raise ValueError
         return self
 
     def input(self) -> QueryInput:
         """Return the vector or item id to search with."""
-        if self.vector is None:
-            vector = None
-        else:
+        vector = None
+        if self.vector is not None:
             vector = np.array(self.vector, np.float64)
         return QueryInput(vector=vector, id=self.id)
 
@@ -215,10 +216,9 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
         where = f'"{place[0]}", entry {place[1]}: '
         model = entry
         place = place[2:]
+    field = None
     if place:
         field = model.model_fields.get(str(place[0]))
-    else:
-        field = None
     if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
         return f'{where}"{place[0]}" must be {field.description}.'
     names = [
@@ -237,6 +237,7 @@ def loads(
 
     Duplicate keys, more than 64 levels and more than `most` values are refused.
     """
+    # Counted before the parser runs, because small values take many times their bytes as objects.
     if isinstance(text, bytes) and sum(map(text.count, (b",", b"[", b"{"))) > most:
         limit = f"{most:,} commas and opening brackets"
         raise RequestError(413, f"The JSON has too many values; the limit is {limit}.")
@@ -279,6 +280,7 @@ def _names(text: str) -> Any:
 
 
 def _number(text: str) -> int | str:
+    # `int` also takes signs, spaces, underscores and digits of other scripts.
     if text.isascii() and text.isdecimal() and len(text) < 9:
         return int(text)
     return text
@@ -357,10 +359,9 @@ def _query(inputs: Sequence[QueryInput], options: Options) -> Query:
 def _entries(body: Body, name: str, most: int) -> Any:
     """Parse a body, and check the length of its list `name` before the entries are read."""
     content = loads(body.content, most=JSON_BATCH_VALUES)
+    entries = None
     if isinstance(content, dict):
         entries = content.get(name)
-    else:
-        entries = None
     if isinstance(entries, list) and len(entries) > most:
         raise RequestError(400, f"The request has {len(entries):,} {name}; the limit is {most:,}.")
     return content
@@ -385,20 +386,16 @@ def changes_of(body: Body) -> dict[str, Any]:
 def put_item(id: str, body: Body, max_bytes: int) -> NewItem:
     """Parse the body of a PUT; raise a RequestError 400 if it is invalid."""
     if body.kind == "json":
-        item = ItemBody.of(loads(body.content))
-        return NewItem(id, item.label, item.metadata, vector=item.vector)
+        return NewItem(id, **dict(ItemBody.of(loads(body.content))))
     (image,), fields = read_form(body, tuple(ItemForm.model_fields), max_bytes)
-    form = ItemForm.of_texts(fields)
-    return NewItem(id, form.label, form.metadata, image, keep=form.keep)
+    return NewItem(id, image=image, **dict(ItemForm.of_texts(fields)))
 
 
 def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
     """Parse a body with at most `most` items; raise a RequestError 400 if it is invalid."""
     if body.kind == "json":
-        new_items = [
-            NewItem(item.id, item.label, item.metadata, vector=item.vector)
-            for item in ItemsBody.of(_entries(body, "items", most)).items
-        ]
+        entries = ItemsBody.of(_entries(body, "items", most)).items
+        new_items = [NewItem(**dict(entry)) for entry in entries]
     else:
         images, fields = read_form(body, ("items",), max_bytes, most)
         content = loads(fields.get("items") or "[]", 'The field "items" is not JSON.')
@@ -407,7 +404,7 @@ def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
             count = f"each of the {len(images)} images, in their order"
             raise RequestError(400, f'The field "items" must be a list with one item for {count}.')
         new_items = [
-            NewItem(item.id, item.label, item.metadata, image, keep="copy")
+            NewItem(**dict(item), image=image, keep="copy")
             for item, image in zip(items, images, strict=True)
         ]
     if len({item.id for item in new_items}) < len(new_items):
@@ -436,6 +433,7 @@ class BodyMemory:
         """Read a request's body, which must be of a kind in `limits`; call `release` after use."""
         content_type = request.headers.get("content-type", "")
         media_type = content_type.partition(";")[0].strip().lower()
+        # RFC 7396 names this type for a merge patch.
         if (request.method, media_type) == ("PATCH", "application/merge-patch+json"):
             media_type = "application/json"
         kind = _KINDS.get("image/*" if media_type.startswith("image/") else media_type)
@@ -458,6 +456,7 @@ class BodyMemory:
                     received += len(chunk)
                     if received > _DISCARDED_LIMITS * limit:
                         break
+                    # The rest is read but not kept; see `_DISCARDED_LIMITS`.
                     if received <= limit:
                         if self.held + len(chunk) > BODY_MEMORY:
                             raise busy("uploads take all its memory", "memory")
@@ -508,10 +507,7 @@ def read_form(
                 sentence = f"The image has {len(value):,} bytes; the limit is {max_bytes:,}"
                 raise RequestError(413, f"{sentence} (--max-bytes).")
             if len(images) == max_images:
-                if max_images == 1:
-                    limit = "one"
-                else:
-                    limit = f"{max_images:,} at most"
+                limit = "one" if max_images == 1 else f"{max_images:,} at most"
                 sentence = f'Too many files: send {limit}, in the field "image".'
                 raise RequestError(400, sentence)
             images.append(bytes(value))
@@ -519,8 +515,8 @@ def read_form(
             sentence = 'The form needs a file in its field "image", and takes no other file.'
             raise RequestError(400, sentence)
         elif name not in names:
-            known = ", ".join(f'"{entry}"' for entry in ("image", *names))
-            raise RequestError(400, f"The form has an unknown field; it takes {known}.")
+            fields_taken = ", ".join(f'"{entry}"' for entry in ("image", *names))
+            raise RequestError(400, f"The form has an unknown field; it takes {fields_taken}.")
         elif name in fields:
             raise RequestError(400, f'The form repeats its field "{name}".')
         elif len(value) > _FORM_BYTES_BESIDES_IMAGES:
@@ -556,7 +552,8 @@ def _parts(body: Body, most: int) -> list[_Part]:
 
     def part_data(data: bytes, start: int, end: int) -> None:
         part = parts[-1]
-        if not part.content:  # most parts come in one piece, which is copied only once
+        # Most parts come in one piece, which is copied only once.
+        if not part.content:
             part.content = data[start:end]
             return
         if isinstance(part.content, bytes):

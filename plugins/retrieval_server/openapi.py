@@ -27,7 +27,7 @@ _KEY = {
         " key without the role or index."
     ),
 }
-_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/bmp", "image/webp")
+_IMAGES: tuple[str, ...] = ("image/png", "image/jpeg", "image/gif", "image/bmp", "image/webp")
 _BINARY = {"type": "string", "format": "binary"}
 _SEVERAL = {"type": "array", "items": _BINARY, "minItems": 1}
 _ID = {"type": "string", "minLength": 1, "maxLength": 1000}
@@ -50,7 +50,8 @@ def _texts(model: type[models.JsonBody]) -> dict[str, Any]:
         if name in _AS_TEXT:
             schemas[name] = {"type": "string", "description": _AS_TEXT[name]}
             continue
-        if "anyOf" in schema:  # a type or null; a text is never null
+        # A type or null; a text is never null.
+        if "anyOf" in schema:
             schema |= next(form for form in schema["anyOf"] if form["type"] != "null")
         schemas[name] = {key: schema[key] for key in _KEPT if schema.get(key) is not None}
     return schemas
@@ -166,6 +167,7 @@ def document(handlers: type) -> dict[str, Any]:
         *(models.SearchBody, models.BatchBody, answers.Problem),
         *(operation.answer for operation in OPERATIONS if operation.answer not in (None, dict)),
     ]
+    # All at once, so that types which share a part refer to one schema of it.
     _, schemas = TypeAdapter.json_schemas(
         [(str(number), "validation", TypeAdapter[Any](type)) for number, type in enumerate(types)],
         ref_template="#/components/schemas/{model}",
@@ -177,13 +179,13 @@ def document(handlers: type) -> dict[str, Any]:
         key = {"key": [needed_role(method, path, keyed=True)]}
         for prefix in operation.prefixes:
             named = "{index}" in prefix
+            parameters = []
             if named:
                 parameters = [_parameter("path", "index", _NAME)]
-            else:
-                parameters = []
             described = {
                 "operationId": operation.id + ("Of" if named else ""),
                 "summary": getattr(handlers, operation.handler).__doc__,
+                # An empty object beside the key: the server may have no keys.
                 "security": [] if is_free(method, path) else [key, {}],
                 "parameters": [*parameters, *_parameters(operation)],
                 "responses": _responses(operation),
@@ -207,23 +209,20 @@ def _parameters(operation: Operation) -> Iterator[dict[str, Any]]:
         yield _parameter("query", name, schema, required=name == "id")
 
 
-def _parameter(place: str, name: str, schema: Any, required: bool = True) -> dict[str, Any]:
-    return {"name": name, "in": place, "required": required, "schema": schema}
+def _parameter(part: str, name: str, schema: Any, required: bool = True) -> dict[str, Any]:
+    return {"name": name, "in": part, "required": required, "schema": schema}
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
     responses: dict[str, Any] = {}
     if operation.answer is None:
-        kinds: tuple[str, ...] = _IMAGES
+        kinds = _IMAGES
         if "thumbnail" in operation.handler:
             kinds = ("image/jpeg",)
         content: dict[str, Any] = {kind: {"schema": _BINARY} for kind in kinds}
         responses["304"] = {"description": "The image has the ETag of the request's If-None-Match."}
     else:
-        if operation.answer is dict:
-            schema = {"type": "object"}
-        else:
-            schema = _ref(operation.answer)
+        schema = {"type": "object"} if operation.answer is dict else _ref(operation.answer)
         content = {_JSON: {"schema": schema}}
     responses[str(operation.status)] = {"description": "Done.", "content": content}
     failed = {MEDIA_TYPE: {"schema": _ref(answers.Problem)}}

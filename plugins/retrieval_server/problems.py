@@ -62,28 +62,28 @@ def problem_json(
     status: int, sentence: str, request_id: str, members: Mapping[str, Any] | None = None
 ) -> bytes:
     """Return a problem document with the sentence as `detail` and the request id as `instance`."""
+    # RFC 9457: with this type, the title is the phrase of the status.
     head = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
     return to_json({**head, "detail": sentence, "instance": request_id, **(members or {})})
 
 
 def problem(scope: Any, error: RequestError) -> Response:
     """Return the response to a failed request; a 503 has a `Retry-After` header."""
+    headers = {}
     if error.status == 503:
         headers = {"Retry-After": "1"}
-    else:
-        headers = {}
     body = problem_json(error.status, str(error), scope["retrieval.request_id"], error.members)
     return Response(body, error.status, headers | error.headers, MEDIA_TYPE)
 
 
 def report(error: BaseException) -> None:
     """Log an error with its causes and its place in the code, in one line."""
+    # One line, because a request could otherwise fill the log with tracebacks.
     frames = traceback.extract_tb(error.__traceback__, limit=-1)
     causes = list[str]()
+    where = ""
     if frames:
         where = f" ({frames[0].filename}:{frames[0].lineno})"
-    else:
-        where = ""
     cause: BaseException | None = error
     while cause is not None and len(causes) < 4:
         causes.append(f"{type(cause).__name__}: {str(cause)[:300]}")

@@ -28,6 +28,13 @@ _UPGRADES = (b"upgrade", b"connection", b"http2-settings")
 _SINGLE_HEADERS = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 
 
+# This overrides methods of uvicorn, because neither a setting nor another server does the same.
+# With httptools, uvicorn limits neither the time nor the size of a header; with h11 it limits only
+# the size. Hypercorn (on h11) cannot time a header, always accepts upgrades to HTTP/2, and accepts
+# a request with both Content-Length and Transfer-Encoding. Granian (on hyper) limits the time and
+# size of a header, but accepts such a request, too. Neither limits the pieces of a body, and both
+# answer a request that is not valid HTTP without a problem document. `tests/attack` sends all of
+# these.
 class Protocol(HttpToolsProtocol):
     """One connection, with limits on headers and without upgrades."""
 
@@ -88,18 +95,22 @@ class Protocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            kept = [header for header in self.headers if header[0] not in _UPGRADES]
-            if len(kept) == len(self.headers):  # CONNECT, or the preface of HTTP/2
+            remaining = [header for header in self.headers if header[0] not in _UPGRADES]
+            # This is a CONNECT request, or the preface of HTTP/2.
+            if len(remaining) == len(self.headers):
                 self._refuse(400, "The server is not a proxy, and speaks HTTP/1.1 only.")
                 return
-            lines = [b"%b: %b\r\n" % header for header in kept]
+            lines = [b"%b: %b\r\n" % header for header in remaining]
             line = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
             self.parser = httptools.HttpRequestParser(self)
             self.data_received(line + b"".join(lines) + b"\r\n" + data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
         else:
-            self._header_bytes += len(data) if self._in_header else 0
+            if self._in_header:
+                # httptools reports a line only when it is complete, so `on_header` would not see a
+                # line without an end. Complete lines are counted in both places.
+                self._header_bytes += len(data)
             if self._header_bytes > 2 * HEADER_BYTES:
                 self._refuse(431, "The request's header is too large.")
 
@@ -130,6 +141,8 @@ class Protocol(HttpToolsProtocol):
         self._in_header = False
         names = [name for name, _ in self.headers]
         encoding = dict(self.headers).get(b"transfer-encoding", b"chunked").lower()
+        # A proxy in front may understand an ambiguous length differently; the rest of the body
+        # would then be the next client's request.
         if encoding != b"chunked" or {b"transfer-encoding", b"content-length"} <= set(names):
             sentence = "Send either a Content-Length or one Transfer-Encoding, which is chunked."
             self._fail(400, sentence)
@@ -138,6 +151,7 @@ class Protocol(HttpToolsProtocol):
         # uvicorn reads on after each response, so a client could fill the memory with requests.
         if len(self.pipeline) >= PIPELINED_REQUESTS:
             self._fail(400, "Too many requests were sent without waiting for responses.")
+        # Without its upgrade headers, the request is parsed once more; see `data_received`.
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 
@@ -161,7 +175,8 @@ class Protocol(HttpToolsProtocol):
 
     def _fail(self, status: int, sentence: str) -> None:
         self._refusal = (status, sentence)
-        raise ValueError(sentence)  # httptools stops, and `send_400_response` answers
+        # httptools stops at this error, and `send_400_response` answers.
+        raise ValueError(sentence)
 
     def _header_is_late(self) -> None:
         if self._header_bytes:
@@ -173,13 +188,14 @@ class Protocol(HttpToolsProtocol):
         cycle = self._answered
         begun = cycle is not None and cycle.response_started and not cycle.response_complete
         self._disconnect()
+        # After the beginning of a response, the client would take this one for its content.
         if not begun and not self.transport.is_closing():
-            name = new_request_id()
-            body = problem_json(status, sentence, name)
+            request_id = new_request_id()
+            body = problem_json(status, sentence, request_id)
             lines = [
                 f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
                 f"content-type: {MEDIA_TYPE}",
-                f"x-request-id: {name}",
+                f"x-request-id: {request_id}",
                 f"content-length: {len(body)}",
                 "connection: close",
             ]

@@ -46,18 +46,17 @@ class Readiness:
         If the encoder runs on the CPU although ONNX Runtime was built for a GPU, the member
         `fallback` says why.
         """
+        fallback = {}
         if self._fallback:
             fallback = {"fallback": self._fallback}
-        else:
-            fallback = {}
         return {"items": self._items, "bundle": self._bundle, **fallback, "checks": self.checks()}
 
     def checks(self) -> dict[str, str]:
         """Return the last known state of each part: "ok" or a sentence."""
+        # A search that failed shows damage before the next probe.
+        damaged = None
         if self._served.failed is not None:
             damaged = DAMAGED
-        else:
-            damaged = None
         faults = {**self._faults, "index": self._faults.get("index") or damaged}
         return {name: fault or "ok" for name, fault in faults.items()}
 
@@ -112,7 +111,8 @@ class Readiness:
         """If another index has replaced this one, serve it; return a sentence if that fails."""
         changed = await self._served.workers.pictures.run(self._served.take_up)
         if changed is not None and not self._logged_change:
-            log.warning("%s", changed)  # the sentence has the path, which only the log may show
+            # The sentence has the path, which only the log may show.
+            log.warning("%s", changed)
         self._logged_change = changed is not None
         return changed and _CHANGED
 
@@ -131,7 +131,8 @@ class Readiness:
             try:
                 await served.workers.searches.run(repeat)
             except (DataError, RequestError, Superseded):
-                pass  # the bundle was replaced or the item deleted since the search failed
+                # The bundle was replaced or the item deleted since the search failed.
+                pass
             except StoreError as error:
                 report(error)
                 return DAMAGED

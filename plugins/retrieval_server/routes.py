@@ -108,7 +108,8 @@ class Routes:
         served = self._served(request)
         prefix = _prefix_of(request)
         began = perf_counter()
-        served.workers.searches.require_room()  # before the body is read
+        # A full queue refuses a request before its body takes memory.
+        served.workers.searches.require_room()
 
         def finish(query: Query, hits_by_query: list[list[Hit]], index: Index) -> bytes:
             names = query.options.fields
@@ -123,6 +124,8 @@ class Routes:
             return to_json(content, inf_nan_mode="null")
 
         async with self._body(request, limits) as body:
+            # A query of one image is parsed, decoded, encoded and searched by one thread: a hop to
+            # another thread costs as much as a small search; see `Turns`.
             if batch or body.kind == "json":
                 return _answer(await served.search(await _parsed(served, body, read), finish))
             return _answer(await served.search_image(partial(read, body), finish))
@@ -142,12 +145,11 @@ class Routes:
             item = index.get([id], arrays=with_vector).get(id)
             if item is None:
                 raise no_item()
-            vector = item.arrays.get("vector")
+            members = _item_json(served, item, prefix)
             if with_vector:
-                own = {"vector": None if vector is None else vector.tolist()}
-            else:
-                own = {}
-            return _item_json(served, item, prefix) | own
+                vector = item.arrays.get("vector")
+                members["vector"] = None if vector is None else vector.tolist()
+            return members
 
         async with self._deadline(request):
             return _answer(await served.read(work))
@@ -155,6 +157,7 @@ class Routes:
     async def put_item(self, request: Request) -> Response:
         """Add an item, or replace the one with this id."""
         served = self._served(request)
+        # The id is checked here, because the body may be large.
         id = _usable(_id_of(request))
         read = partial(models.put_item, id, max_bytes=self._settings.max_bytes)
         async with self._body(request, self._single_limits) as body:
@@ -199,16 +202,20 @@ class Routes:
         parameters = parameters_of(request, *models.ListParameters.model_fields)
         page = models.ListParameters.of_texts(parameters)
         filter = models.filter_of(page.filter)
-        if page.cursor is None:
-            after = None
-        else:
+        after = None
+        if page.cursor is not None:
             after = _decoded_cursor(page.cursor)
 
         def work(index: Index) -> dict[str, Any]:
             items = index.scan(filter, after=after, limit=page.limit + 1)
-            shown = [_item_json(served, item, prefix, page.fields) for item in items[: page.limit]]
-            more = len(items) > page.limit
-            return {"items": shown, "cursor": _encoded_cursor(shown[-1]["id"]) if more else None}
+            members = [
+                _item_json(served, item, prefix, page.fields) for item in items[: page.limit]
+            ]
+            cursor = None
+            # One item beyond the page tells that another page follows.
+            if len(items) > page.limit:
+                cursor = _encoded_cursor(members[-1]["id"])
+            return {"items": members, "cursor": cursor}
 
         async with self._deadline(request):
             return _answer(await served.read(work))
@@ -242,17 +249,18 @@ class Routes:
         async with self._deadline(request):
             content = await served.picture(id, small)
             tag = f'"{hashlib.sha256(content).hexdigest()[:32]}{"-small" if small else ""}"'
+            # An item may get another image at any time, so a browser asks again, with the tag.
             headers = {"Cache-Control": "no-cache", "ETag": tag}
             sent = ",".join(request.headers.getlist("if-none-match"))
             if {"*", tag} & {word.strip().removeprefix("W/") for word in sent.split(",")}:
                 return Response(status_code=304, headers=headers)
             media_type = _BROWSERS.get(format_of(content) or "")
             if small or media_type is None:
-                kind: PictureKind = "thumbnail" if small else "png"
+                kind: PictureKind = "png"
+                media_type = "image/png"
                 if small:
+                    kind = "thumbnail"
                     media_type = "image/jpeg"
-                else:
-                    media_type = "image/png"
                 if len(content) > self._settings.max_bytes:
                     raise RequestError(404, f"The image of item {id} is too large to be shown.")
                 try:
@@ -268,7 +276,7 @@ class Routes:
         served = self._served(request)
         settings = self._settings
         parameters_of(request)
-        own = {
+        of_server = {
             "role": _caller_of(request).role,
             "limits": {
                 "bytes": settings.max_bytes,
@@ -278,7 +286,8 @@ class Routes:
             },
         }
         async with self._deadline(request):
-            return _answer(await served.read(lambda index: _description(served.name, index) | own))
+            describe = partial(_description, served.name)
+            return _answer(await served.read(describe) | of_server)
 
     async def snapshot(self, request: Request) -> Response:
         """Write a consistent copy of the index to the operator's folder."""
@@ -291,6 +300,7 @@ class Routes:
                 "This server writes no snapshots. Its operator can set a folder for them:"
                 " --snapshots FOLDER.",
             )
+        # The name has no part of the request, so a client cannot choose a path.
         name = f"{served.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
         await served.snapshot(folder / name, _change(request, served, "snapshot"))
         return _answer({"snapshot": name}, 201)
@@ -312,6 +322,7 @@ class Routes:
         name = request.path_params.get("index")
         if name is None and len(self.indexes) == 1:
             (name,) = self.indexes
+        # Before the index is looked up, so that a key does not learn which others exist.
         if name is not None and not caller.may_use(name):
             raise RequestError(403, "This key does not permit the use of this index.")
         if name is not None and name in self.indexes:
@@ -349,6 +360,7 @@ class Routes:
                 f"There was no answer within {self._settings.deadline:g} seconds. Try again in a"
                 " moment."
             )
+            # The thread of a change runs on, because a write cannot be stopped half-way.
             if request.method not in ("GET", "HEAD") and "/search" not in request.url.path:
                 sentence += (
                     " The change may or may not have been made; it is safe to send the request"
@@ -486,11 +498,9 @@ class _Picture(Response):
 
 def _answer(content: bytes | object, status: int = 200) -> Response:
     """Return a JSON response; `content` is encoded JSON or a value to encode."""
-    if isinstance(content, bytes):
-        body = content
-    else:
-        body = to_json(content, inf_nan_mode="null")
-    return Response(body, status, media_type="application/json")
+    if not isinstance(content, bytes):
+        content = to_json(content, inf_nan_mode="null")
+    return Response(content, status, media_type="application/json")
 
 
 def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> Mapping[str, Any]:
@@ -500,11 +510,10 @@ def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> Mapping[str
 
 
 def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:
-    if served.shows(keep, path):
-        url = f"{prefix}/items/{quote(id, safe='')}"
-    else:
-        url = None
-    return {"image_url": url and f"{url}/image", "thumbnail_url": url and f"{url}/thumbnail"}
+    if not served.shows(keep, path):
+        return {"image_url": None, "thumbnail_url": None}
+    url = f"{prefix}/items/{quote(id, safe='')}"
+    return {"image_url": f"{url}/image", "thumbnail_url": f"{url}/thumbnail"}
 
 
 def _hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> dict[str, Any]:

@@ -215,7 +215,8 @@ class Served:
             search = partial(self._searched, bundle, vector.query, find, finish)
             return await self.workers.searches.run(search)
         finally:
-            with suppress(ValueError):  # another request's search has included it
+            # Another request's search may have included the vector.
+            with suppress(ValueError):
                 self._vectors.remove(vector)
 
     def _together(self, own: _Vector, index: Index) -> list[list[Hit]]:
@@ -293,7 +294,8 @@ class Served:
                 return await ask()
             except Superseded:
                 await self.workers.searches.run(self.index.follow)
-            except (StoreError, FileNotFoundError) as error:  # the folder may have been removed
+            except (StoreError, FileNotFoundError) as error:
+                # `FileNotFoundError`: the folder of the index may have been removed.
                 temporary = isinstance(error, TooSlow | StoreUnavailable)
                 if temporary or not await self.workers.pictures.run(partial(self._replaced, index)):
                     raise store_failed(error, sentence) from None
@@ -388,7 +390,8 @@ class Served:
             if item is None:
                 raise no_item()
             if item.keep == "thumbnail" and not small:
-                with suppress(RequestError):  # if not the file, show the thumbnail
+                # A file that cannot be shown leaves the thumbnail.
+                with suppress(RequestError):
                     return self._file(item)
             if item.keep in ("copy", "thumbnail"):
                 kept = index.store.original(id)
@@ -445,7 +448,8 @@ def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[
     """Return the hits of each query, in order; an item is not a hit of its own query."""
     options = query.options
     ids = [input.id for input in query.inputs]
-    by_id = ids[0] is not None  # then one hit more is needed, since the item finds itself
+    # An item finds itself, so one hit more is needed.
+    by_id = ids[0] is not None
     if by_id:
         encoded = _stored(index, query)
     else:
@@ -470,7 +474,8 @@ def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any]
         if bundle.manifest.input.kind != "features":
             width = bundle.manifest.vector
             length = stacked.shape[1]
-            if length != width:  # `search` would mistake the array for the pixels of an image
+            # `search` would mistake the array for the pixels of an image.
+            if length != width:
                 raise DataError(f"A query vector of this index has {width} numbers, not {length}.")
             return stacked
     with stage("encode", len(queries)):
@@ -489,7 +494,8 @@ def _stored(index: Index, query: Query) -> Encoded:
             " item's image."
         )
     items = index.get(ids, arrays=True)
-    if index.follow() is not bundle:  # the arrays may belong to the new bundle
+    # The arrays may belong to the new bundle.
+    if index.follow() is not bundle:
         raise Superseded("Another bundle is served.")
     for number, id in enumerate(ids, 1):
         if id not in items or VECTOR not in items[id].arrays:
@@ -624,7 +630,8 @@ class Turns:
         job = loop.create_future(), partial(contextvars.copy_context().run, begin)
         self._pending += 1
         self._queue.append(job)
-        if self._timer is None:  # a delay of 0 still collects requests that arrived together
+        # A delay of 0 still collects requests that arrived together.
+        if self._timer is None:
             self._timer = loop.call_later(_MOMENT_SECONDS if self.busy else 0, self._tick, loop)
         try:
             result: T = await job[0]
@@ -666,7 +673,8 @@ class Turns:
                     self._done.append((future, work(), None))
                 except BaseException as error:
                     self._done.append((future, None, error))
-        with suppress(RuntimeError):  # the server has ended
+        # The loop may be closed, because the server has ended.
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(self._rest, loop)
 
     def _rest(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -725,7 +733,8 @@ class Workers:
 
     async def pixels(self, bundle: Bundle, images: Sequence[bytes]) -> list[Decoded]:
         """Decode images; see `decode`. If there are several, an error says which is invalid."""
-        turn = asyncio.Semaphore(2)  # leaves threads for the images of other requests
+        # Two at a time leave threads for the images of other requests.
+        turn = asyncio.Semaphore(2)
 
         async def decoded(number: int, image: bytes) -> Decoded:
             async with turn:

@@ -83,10 +83,7 @@ def serve(
     """
     require_packages()
     settings = checked(settings or Settings(workers=cores()), host)
-    if wait is None:
-        beside = _in_event_loop()
-    else:
-        beside = not wait
+    beside = _in_event_loop() if wait is None else not wait
     if isinstance(index, Mapping):
         sources = index
     elif isinstance(index, Index):
@@ -101,6 +98,7 @@ def serve(
             " foreground: start them with `retrieval serve INDEX --processes N`."
         )
     with ExitStack() as stack:
+        # Sockets are opened first: an address that is taken is reported before the index is loaded.
         listeners = [stack.enter_context(listen(host, port, "port"))]
         if settings.health_port is not None:
             listeners.append(stack.enter_context(listen(host, settings.health_port, "health_port")))
@@ -110,7 +108,8 @@ def serve(
             _serve_several(parts, host, listeners)
             return None
         serving = Serving(parts, host, listeners, beside)
-        stack.pop_all()  # uvicorn closes the sockets
+        # From here on, uvicorn closes the sockets.
+        stack.pop_all()
     if not beside:
         serving.run()
         return None
@@ -133,6 +132,7 @@ class Serving:
 
         from retrieval_server.app import start_log
 
+        # glibc would keep the memory of large images for their threads.
         return_large_blocks()
         self._app = parts.application()
         self._log = start_log(parts.settings.log_format or "text")
@@ -161,7 +161,8 @@ class Serving:
         self._server.run(sockets=self._listeners)
         for name, served in self._app.served.items():
             if not isinstance(self._sources[name], Index) and self._app.workers.idle:
-                served.index.close()  # closing an index during a hanging search would crash
+                # Closing an index during a hanging search would crash the process.
+                served.index.close()
         self._log.stop()
 
     def start(self) -> None:
@@ -221,9 +222,8 @@ class Parts:
         from retrieval_server.app import Application
 
         keys = key_source(self.settings.keys)
-        if self.settings.audit is None:
-            audit = None
-        else:
+        audit = None
+        if self.settings.audit is not None:
             audit = Audit(self.settings.audit)
         opened = {}
         reopen = {}
@@ -245,8 +245,10 @@ class Parts:
             app = self.application()
         except RetrievalError as error:
             logging.getLogger("retrieval_server").error("%s", error)
-            log.stop()  # writes the error
-            raise SystemExit(3) from None  # uvicorn does not restart a process with this status
+            # The log's thread would end with the process, before it has written the error.
+            log.stop()
+            # uvicorn does not restart a process that ends with this status.
+            raise SystemExit(3) from None
         app.ends_process = True
         return app
 
@@ -262,9 +264,11 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
 
     items = 0
     for place in parts.sources.values():
-        with parts.open(place) as index:  # an error here is reported once, not by each process
+        # An error here is reported once, not by each process.
+        with parts.open(place) as index:
             items += len(index)
     with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
+        # prometheus_client reads the variable when a process imports it.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         announce(host, listeners, items, "Ctrl-C stops")
         config = _config(parts, factory=True, workers=parts.settings.processes)
@@ -279,6 +283,8 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
 
     from retrieval_server.protocol import Protocol
 
+    # uvicorn's log of requests and its reading of X-Forwarded-For are off: the application does
+    # both, as the operator has set them.
     return uvicorn.Config(
         app,
         http=Protocol,
@@ -311,10 +317,7 @@ def checked(settings: Settings, host: str) -> Settings:
             raise StoreError(f"There is no folder {folder}, which {option} names. Create it first.")
     proxies = tuple(_proxy(text) for text in settings.proxies)
     if key_source(settings.keys) is None and settings.open is None:
-        if proxies:
-            where = "through a proxy (--proxy-header-from)"
-        else:
-            where = f"at {host}"
+        where = "through a proxy (--proxy-header-from)" if proxies else f"at {host}"
         if proxies or not _is_loopback(host):
             raise StoreError(
                 f"This server has no keys, but others could reach it {where}. Create keys"
@@ -388,6 +391,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
             " machine, such as 127.0.0.1, or 0.0.0.0 for all."
         ) from None
     try:
+        # Without this, a server could not start again while connections of the last one linger.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(256)
@@ -417,7 +421,8 @@ def named(texts: Iterable[str]) -> dict[str, str]:
         if not sign or Path(text).exists() or "/" in name:
             name = index_name(text)
             path = text
-        place_of(path)  # refuses an address with a secret before a message can repeat it
+        # This refuses an address with a secret, before a message can repeat it.
+        place_of(path)
         if not INDEX_NAME.fullmatch(name):
             raise StoreError(
                 f"An index cannot be called {name[:100]!a}. A name has 1 to 100 letters, digits,"
@@ -450,10 +455,9 @@ def require_packages() -> None:
 
 def announce(host: str, listeners: list[socket.socket], items: int, end: str) -> str:
     """Print the server's address, and return its URL; `end` says how to stop the server."""
+    health = ""
     if len(listeners) > 1:
         health = f", health at port {listeners[1].getsockname()[1]}"
-    else:
-        health = ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/"
     print(f"Serving {items:,} items at {url} ({end}){health}", flush=True)
     return url

@@ -58,7 +58,8 @@ class MilvusPlace(RemotePlace):
     def store(self) -> RemoteStore:
         """Return a connected store; see `RemotePlace`."""
         need_client("pymilvus", "milvus")
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors have what gRPC would print
+        # gRPC would print beside the error, which has the same words.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         from retrieval_engines.milvus.store import MilvusStore
 
         host = self.address.host or "localhost"

@@ -27,12 +27,17 @@ logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
 NOTE = "retrieval.note."
 WRITTEN = "retrieval.written"
 SETTLED = "retrieval.settled"
-GRAPH = {"M": 16, "efConstruction": 200}  # parameters of the HNSW graph
-MIN_BREADTH = 64  # `ef` of a search in the graph
+# Parameters of the HNSW graph.
+GRAPH = {"M": 16, "efConstruction": 200}
+# Bounds of `ef`, the breadth of a search in the graph.
+MIN_BREADTH = 64
 MAX_BREADTH = 32_768
-REQUEST_BYTES = 2 << 20  # size of a request that writes rows
-KEYS = 500  # maximum number of keys per request
-KEY_BYTES = 8100  # two digits per byte of an id, and the number of a sub-space
+# Size of a request that writes rows.
+REQUEST_BYTES = 2 << 20
+# Maximum number of keys per request.
+KEYS = 500
+# Two digits per byte of an id, and the number of a sub-space.
+KEY_BYTES = 8100
 TEXT_BYTES = 65_000
 REFUSALS = (
     grpc.StatusCode.PERMISSION_DENIED,
@@ -60,7 +65,8 @@ class MilvusStore(RemoteStore):
     engine = "Milvus"
     errors = (MilvusException, grpc.RpcError, ValueError)
     capabilities = frozenset({"ordered"})
-    most_found = 16_384  # Milvus's own limit
+    # Milvus refuses a search for more.
+    most_found = 16_384
 
     def __init__(
         self, server: Mapping[str, Any], address: str, name: str, timeout: float, exact: bool = True
@@ -68,11 +74,13 @@ class MilvusStore(RemoteStore):
         super().__init__(address, name, timeout)
         self._server = server
         self._exact = exact
-        self._properties: tuple[str, Mapping[str, str]] = ("", {})  # of the served collection
+        # Name and properties of the served collection.
+        self._properties: tuple[str, Mapping[str, str]] = ("", {})
         self._client = self._request(MilvusClient, **server, dedicated=True)
         self._server_address = self._client._get_connection().server_address
         if server["db_name"] != "default":
-            self._collections()  # raises if the database does not exist
+            # Without the database, this raises the error that every later request would.
+            self._collections()
 
     def _time_limit(self, seconds: float) -> dict[str, Any]:
         return {"timeout": seconds}
@@ -146,7 +154,8 @@ class MilvusStore(RemoteStore):
         if self._aliased_collection() is None:
             move = self._client.create_alias
         self._request(move, self.collection(number), self.name)
-        self._set_properties(self.collection(0), {})  # makes the alias survive a power cut, too
+        # The second change of properties makes the alias survive a power cut, too.
+        self._set_properties(self.collection(0), {})
 
     def _create_collection(self, generation: Generation) -> None:
         schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
@@ -159,7 +168,8 @@ class MilvusStore(RemoteStore):
         self._delete_collections(name)
         self._request(self._client.create_collection, name, schema=schema, num_shards=1)
         kind: dict[str, Any] = {"index_type": "FLAT"}
-        if generation.number and not self._exact:  # nobody searches the register
+        # Nobody searches the register, so it needs no graph.
+        if generation.number and not self._exact:
             kind = {"index_type": "HNSW", "params": GRAPH}
         params = self._client.prepare_index_params()
         params.add_index("vector", index_name="vector", metric_type="L2", **kind)
@@ -297,7 +307,8 @@ class MilvusStore(RemoteStore):
         conditions: Conditions,
     ) -> list[list[str]]:
         name = self.collection(generation.number)
-        breadth = min(max(MIN_BREADTH, 2 * count), MAX_BREADTH)  # ignored by exact collections
+        # Exact collections ignore the breadth.
+        breadth = min(max(MIN_BREADTH, 2 * count), MAX_BREADTH)
         # All sub-spaces are in one column. Zeros at the end change no distance.
         padding = _dimensions(generation) - queries.shape[1]
         answers = self._request(
@@ -405,7 +416,8 @@ def _plain_rows(
     for space, vector in enumerate(vectors):
         padded = np.pad(vector, (0, dimensions - len(vector)))
         rows.append(row | {"space": space, "vector": padded})
-        if space:  # the arrays are in the first row
+        # The arrays are in the first row.
+        if space:
             rows[-1] |= {"key": f"{key}.{space}", "arrays": "{}"}
     return rows or [row]
 
@@ -415,7 +427,8 @@ def _row(row: Mapping[str, Any], generation: Generation) -> Row:
     if isinstance(record, str | bytes):
         record = json.loads(record)
     vector = None
-    if row.get("space", -1) >= 0:  # the item has arrays, and they were requested
+    # The item has arrays, and they were requested.
+    if row.get("space", -1) >= 0:
         record = record | {"arrays": json.loads(row["arrays"])}
         vector = row["vector"][: generation.widths[VECTOR]]
     return Row.joined(record, vector)

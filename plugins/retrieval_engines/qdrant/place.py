@@ -48,7 +48,8 @@ class QdrantPlace(RemotePlace):
             https=self._tls,
             api_key=os.environ.get("RETRIEVAL_QDRANT_KEY"),
             timeout=max(1, round(self._timeout)),
-            check_compatibility=False,  # it would warn beside the error of a server that is away
+            # The client would warn beside the error of a server that is away.
+            check_compatibility=False,
         )
         name = self.address.name
         return QdrantStore(client, str(self.address), name, self._timeout, self._exact)

@@ -18,11 +18,14 @@ from retrieval.store.items import Floats, Generation
 from retrieval_engines.remote import EXACT, Conditions, RemoteStore, one_line
 from retrieval_engines.rows import Row
 
-BATCH_BYTES = 8 << 20  # size of a request that writes points
-PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
+# Size of a request that writes points.
+BATCH_BYTES = 8 << 20
+# HTTP statuses after which a retry may succeed.
+PASSING = (408, 429, 500, 502, 503, 504)
 # Arrays are the largest part of an item, and most reads do not need them.
 PLAIN = models.PayloadSelectorExclude(exclude=["arrays"])
-NOTES = str(uuid.UUID(int=0))  # id of the point that holds the notes
+# Id of the point that holds the notes.
+NOTES = str(uuid.UUID(int=0))
 # A search that begins after a write must see it, and a replica may lag behind.
 EVERY_REPLICA = models.ReadConsistencyType.ALL
 RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
@@ -57,7 +60,8 @@ class QdrantStore(RemoteStore):
         self._search_params = models.SearchParams(exact=exact)
 
     def _explain_error(self, error: Exception) -> tuple[bool, str]:
-        away = isinstance(error, ResponseHandlingException)  # no response, or not an HTTP response
+        # No response, or not an HTTP response.
+        away = isinstance(error, ResponseHandlingException)
         if isinstance(error, UnexpectedResponse):
             away = error.status_code in PASSING
         return away, f"{one_line(error) or type(error).__name__}."
@@ -85,7 +89,8 @@ class QdrantStore(RemoteStore):
         else:
             collection = self.collection(number)
             new = models.CreateAlias(collection_name=collection, alias_name=self.name)
-            change = models.CreateAliasOperation(create_alias=new)  # replaces the alias
+            # `CreateAlias` replaces an alias that exists.
+            change = models.CreateAliasOperation(create_alias=new)
         self._request(self._client.update_collection_aliases, [change])
 
     def _create_collection(self, generation: Generation) -> None:
@@ -164,7 +169,8 @@ class QdrantStore(RemoteStore):
             self._client.scroll,
             self.collection(generation.number),
             models.Filter(must=list(conditions)),
-            offset=start,  # Qdrant includes this point, if it exists
+            # Qdrant includes this point, if it exists.
+            offset=start,
             limit=limit + 1,
             with_payload=PLAIN,
             consistency=EVERY_REPLICA,
@@ -215,7 +221,8 @@ class QdrantStore(RemoteStore):
         self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
     ) -> models.Condition | None:
         if field == "id":
-            if op != "=":  # a point's id is a hash, which has another order
+            # A point's id is a hash, which has another order.
+            if op != "=":
                 return None
             points = [point_of(value) for value in values if isinstance(value, str)]
             return models.HasIdCondition(has_id=points)
@@ -241,6 +248,7 @@ def _compared(key: str, op: str, value: Any) -> models.FieldCondition | None:
 
 def _row(point: models.Record) -> Row:
     vector: Any = None
-    if isinstance(point.vector, dict):  # None if vectors were not requested
+    # None if vectors were not requested.
+    if isinstance(point.vector, dict):
         vector = point.vector.get("v0")
     return Row.joined(point.payload or {}, vector)

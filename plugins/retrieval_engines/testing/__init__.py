@@ -15,7 +15,8 @@ Run the subclass with pytest. The tests write small bundles, so they need the pa
 
 import sys
 
-if "pytest" in sys.modules:  # benchmarks import the small bundles without it
+# Benchmarks import the small bundles without pytest.
+if "pytest" in sys.modules:
     # Only in rewritten modules does a failing `assert` show the values that it compared.
     for module in ("bench", "item_cases", "generation_cases", "index_cases"):
         sys.modules["pytest"].register_assert_rewrite(f"{__name__}.{module}")

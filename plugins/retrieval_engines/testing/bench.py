@@ -293,7 +293,8 @@ def run_together(*calls: Callable[[], object]) -> list[BaseException]:
     def run(call: Callable[[], object]) -> None:
         try:
             call()
-        except BaseException as error:  # the caller checks them
+        except BaseException as error:
+            # The caller checks them.
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(call,)) for call in calls]

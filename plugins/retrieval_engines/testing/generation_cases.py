@@ -226,7 +226,8 @@ class GenerationCases(Bench):
         second = self.begin()
         first, *rest = self.store.pending(second, 10)
         for arrays in (
-            self.items[first.id].arrays,  # of the first bundle
+            # These are arrays of the first bundle.
+            self.items[first.id].arrays,
             {VECTOR: np.full(WIDTH + 5, np.nan)},
             {},
         ):

@@ -40,7 +40,8 @@ class IndexCases(Bench):
             assert place.exists() is False
             with refused(StoreError):
                 place.open()
-            place.drop()  # dropping an index that does not exist is not an error
+            # Dropping an index that does not exist is not an error.
+            place.drop()
         self.create(5)
         place = self.store_at(self.place)
         assert place.exists() is True

@@ -46,7 +46,8 @@ TEXTS = {
     "the longest id": "\U0001f600" * 1000,
 }
 """Valid but unusual text for ids, labels and metadata, by what is unusual."""
-HALF = "\ud83d"  # half of a surrogate pair
+# Half of a surrogate pair.
+HALF = "\ud83d"
 
 
 def _vector(number: float) -> dict[str, Any]:
@@ -75,7 +76,8 @@ INVALID: dict[str, list[Any]] = {
         5,
         [],
         None,
-        "new",  # the id of another item of the call
+        # The id of another item of the call.
+        "new",
     ],
     "label": [5, "a\0b", HALF, "x" * 10_000_000],
     "metadata": [
@@ -84,7 +86,8 @@ INVALID: dict[str, list[Any]] = {
         {"a": {1}},
         {"a": np.nan},
         {"a": [{"b": np.inf}]},
-        {"a": 10**400},  # beyond float64
+        # Beyond float64.
+        {"a": 10**400},
         {1: 2},
         {"a": "x\0"},
         {"a": [HALF]},
@@ -108,7 +111,8 @@ INVALID: dict[str, list[Any]] = {
         {VECTOR: np.zeros(WIDTH, complex)},
         _vector(np.nan),
         _vector(np.inf),
-        _vector(1e39),  # beyond float32
+        # Beyond float32.
+        _vector(1e39),
     ],
 }
 """Invalid values by an item's attribute."""
@@ -342,7 +346,8 @@ class ItemCases(Bench):
 
         def write() -> None:
             try:
-                has_read.wait(30)  # on a busy machine, readers start late
+                # On a busy machine, readers start late.
+                has_read.wait(30)
                 for turn in range(1, 12):
                     put(turn)
             finally:
@@ -419,7 +424,8 @@ class ItemCases(Bench):
             self.check_search(queries, self.items, 7)
             self.store.close()
             self.store_at(self.place).drop()
-            self.place.mkdir(exist_ok=True)  # a store may have deleted the folder with the index
+            # A store may have deleted the folder with the index.
+            self.place.mkdir(exist_ok=True)
 
     def test_subspaces(self) -> None:
         """A search proposes the nearest items of each sub-space."""
@@ -446,7 +452,8 @@ class ItemCases(Bench):
     def test_what_cannot_be_kept(self) -> None:
         """A call with an invalid item is refused and names that item; nothing changes."""
         self.create(5)
-        make_item: Any = Item  # the attributes have types that mypy would refuse, too
+        # The attributes have types that mypy would refuse, too.
+        make_item: Any = Item
         for name, values in INVALID.items():
             for value in values:
                 invalid = make_item(**{"id": "bad", "arrays": _vector(0), name: value})
@@ -495,7 +502,8 @@ class ItemCases(Bench):
         with refused(Superseded):
             self.store.search(random_vectors(1, WIDTH, 0), 3, other.sha256)
         assert self.store.count() == 0
-        for _ in range(2):  # without items, and with some
+        # Without items, and with some.
+        for _ in range(2):
             for queries in (random_vectors(2, WIDTH + 1, 0), random_vectors(2, WIDTH, 0) * np.nan):
                 with refused(DataError):
                     self.search(queries, 3)

@@ -62,10 +62,7 @@ def image_bytes(image: Image) -> bytes:
         return file_bytes(Path(image))
     from PIL import Image as pillow
 
-    if isinstance(image, pillow.Image):
-        picture = image
-    else:
-        picture = _of_array(image)
+    picture = image if isinstance(image, pillow.Image) else _of_array(image)
     if picture.mode not in _FORMATS:
         picture = picture.convert({"La": "LA", "RGBa": "RGBA"}.get(picture.mode, "RGB"))
     out = io.BytesIO()
@@ -80,6 +77,7 @@ def file_bytes(path: Path, largest: int | None = None) -> bytes:
         DataError: the file cannot be read, is not a regular file, or is too large.
     """
     try:
+        # Reading a pipe or device might never end.
         if path.exists() and not path.is_file():
             raise DataError(f"{path} is not a file.")
         with path.open("rb") as file:
@@ -97,10 +95,9 @@ def _of_array(array: Any) -> Picture:
     import numpy as np
     from PIL import Image as pillow
 
+    shape: tuple[int, ...] = ()
     if isinstance(array, np.ndarray):
         shape = array.shape
-    else:
-        shape = ()
     if (len(shape) == 2 or shape[2:] in ((3,), (4,))) and array.dtype == np.uint8 and array.size:
         return pillow.fromarray(array)
     described = (str(getattr(array, name)) for name in ("dtype", "shape") if hasattr(array, name))
@@ -147,7 +144,8 @@ def dumps(value: object) -> str:
     def plain(value: Any) -> Any:
         if not hasattr(value, "item"):
             raise TypeError(f"an object of type {type(value).__name__} is not JSON")
-        return value.item()  # of a scalar of NumPy
+        # NumPy's scalars have a method `item`, but `json` does not know them.
+        return value.item()
 
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain)
@@ -158,8 +156,6 @@ def dumps(value: object) -> str:
 def numbers_of(vector: Iterable[float] | None) -> list[float] | None:
     """Return a vector as a list of numbers, or None; raise a `DataError` for anything else."""
     try:
-        if vector is None:
-            return None
-        return [float(number) for number in vector]
+        return None if vector is None else [float(number) for number in vector]
     except (TypeError, ValueError):
         raise DataError("A vector is a sequence of numbers.") from None

@@ -193,10 +193,9 @@ class AsyncClient(Sender):
 
     async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:
         """Return an item, optionally with its vector."""
+        options = {}
         if vector:
             options = {"vector": "true"}
-        else:
-            options = {}
         return await self._send("GET", "/item", answers.ItemAnswer, **id_parameter(id, **options))
 
     async def items(
@@ -300,6 +299,8 @@ class Client:
         self._process = os.getpid()
         self._closed = False
         self._loop = asyncio.new_event_loop()
+        # A client that nobody closes ends its thread when it is collected. So the thread must not
+        # hold `self`.
         weakref.finalize(self, _stop, self._loop)
         threading.Thread(target=_serve, args=(self._loop,), name="client", daemon=True).start()
 
@@ -351,12 +352,12 @@ class Client:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop's thread and return its result; Ctrl+C cancels it."""
+        # A fork copies no threads, so nothing would run the loop of a copied client.
         if self._closed or self._process != os.getpid():
             work.close()
+            why = "belongs to the process before the fork"
             if self._closed:
                 why = "is closed"
-            else:
-                why = "belongs to the process before the fork"
             raise DataError(f"The client {why}. Create a new client.")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -369,7 +370,8 @@ class Client:
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    with suppress(RuntimeError):  # the loop has ended already
+    # The loop has ended already.
+    with suppress(RuntimeError):
         loop.call_soon_threadsafe(loop.stop)
 
 

@@ -79,12 +79,15 @@ class Push:
     async def run(self, connections: int) -> PushReport:
         """Push the folder with `connections` concurrent requests; see `AsyncClient.push`."""
         connections = at_least_one("connections", connections)
-        next(walk(self._folder), None)  # if there is no folder, fails before the first request
+        # A folder that does not exist is reported before the first request.
+        next(walk(self._folder), None)
         index = await self._client.index()
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
         kinds = await asyncio.to_thread(lambda: Counter(image for _, image in walk(self._folder)))
-        self._total, self._limits, self._batches = kinds[True], index.limits, self._batched()
+        self._total = kinds[True]
+        self._limits = index.limits
+        self._batches = self._batched()
         if not self._total:
             extensions = ", ".join(sorted(IMAGE_EXTENSIONS))
             raise DataError(f"{self._folder} holds no image: no file ends in {extensions}.")
@@ -92,7 +95,8 @@ class Push:
             async with asyncio.TaskGroup() as group:
                 for _ in range(connections):
                     group.create_task(self._work())
-        except ExceptionGroup as faults:  # in Python 3.11.2, `except*` raises another group
+        except ExceptionGroup as faults:
+            # In Python 3.11.2, `except*` raises another group.
             for fault in faults.exceptions:
                 if isinstance(fault, ServerError | DataError):
                     raise fault from None
@@ -114,9 +118,10 @@ class Push:
                 self._bad.append((id, "Its name is not valid UTF-8."))
                 continue
             except OSError as fault:
-                broken = leads_nowhere(path)
                 why = f"It cannot be read: {fault.strerror}."
-                self._bad.append((id, "It is a link that leads nowhere." if broken else why))
+                if leads_nowhere(path):
+                    why = "It is a link that leads nowhere."
+                self._bad.append((id, why))
                 continue
             full = size + weight > most_bytes or address + length > _ADDRESS_CHARACTERS
             if files and (full or len(files) >= min(self._batch_size, self._limits.batch)):
@@ -124,16 +129,20 @@ class Push:
                 files = {}
                 size = 0
                 address = 0
-            files[id], size, address = path, size + weight, address + length
+            files[id] = path
+            size += weight
+            address += length
         if files:
             yield files
 
     async def _work(self) -> None:
         while True:
+            # A generator cannot be advanced by two threads at once.
             async with self._batches_lock:
                 files = await asyncio.to_thread(next, self._batches, None)
             if files is None:
                 return
+            # The ids of a batch stand in the address; `_ADDRESS_CHARACTERS` bounds their length.
             stored = self._client.items({"id": {"in": [*files]}}, fields=[], page=len(files))
             hashes = {item.id: item.sha256 async for item in stored}
             items, unchanged = await asyncio.to_thread(self._read, files, hashes)
@@ -160,11 +169,9 @@ class Push:
             if hashes.get(id) == hashlib.sha256(content).hexdigest():
                 unchanged += 1
             else:
+                # `retrieval index add` gives an image the same id and label.
                 first, slash, _ = id.partition("/")
-                if slash:
-                    label = first
-                else:
-                    label = own_name(self._folder)
+                label = first if slash else own_name(self._folder)
                 items.append(NewItem(id, content, None, label))
         return items, unchanged
 

@@ -89,7 +89,8 @@ class Sender:
         verify: ssl.SSLContext | bool = True,
     ) -> None:
         address = _address_of(url)
-        if key is not None and not re.fullmatch("[!-~]+", key):  # visible ASCII
+        # Only visible ASCII can stand in the header.
+        if key is not None and not re.fullmatch("[!-~]+", key):
             raise DataError(
                 "The API key is empty or holds characters that an HTTP header cannot contain. Copy"
                 " the whole key again."
@@ -160,10 +161,12 @@ class Sender:
             try:
                 async with asyncio.timeout(remaining):
                     response = await self._once(method=method, url=url, timeout=timeout, **content)
+                # An earlier attempt may have deleted the item, although its answer was lost.
                 gone = response.status_code == 404 and gone_is_done and repetitions > 0
                 if response.is_success or gone:
                     return self._parsed(response, answer)
                 retry_after = _retry_after(response)
+                # A server or proxy that answers 429 has not acted on the request.
                 repeatable = response.status_code in (_TEMPORARY if repeats else {429})
                 error = self._refused(response)
             except (httpx.RequestError, TimeoutError) as fault:
@@ -174,15 +177,13 @@ class Sender:
                     "The request holds text that is not valid Unicode (a lone surrogate)."
                 ) from None
             remaining = end - time.monotonic()
+            # Without the random factor, clients that failed together would return together.
             backoff = min(self._retries.first * 2.0**repetitions, self._retries.longest)
             pause = backoff * random.uniform(0.5, 1.0) + retry_after
             if not repeatable or repetitions >= self._retries.times or pause >= remaining:
                 later = f" Retry in {retry_after:,.0f} seconds." * (retry_after > remaining)
                 tried = f" The request was tried {repetitions + 1} times." * (repetitions > 0)
-                if error.request_id:
-                    name = f" (request {error.request_id})"
-                else:
-                    name = ""
+                name = f" (request {error.request_id})" * bool(error.request_id)
                 text = f"{error}{later}{tried}{name}"
                 raise ServerError(text, error.status, error.request_id, error.detail) from None
             repetitions += 1
@@ -197,7 +198,8 @@ class Sender:
                     raise httpx.RemoteProtocolError(
                         f"its answer has more than {MAX_ANSWER_BYTES:,} bytes"
                     )
-        response.headers.pop("content-encoding", None)  # so that httpx does not decompress it
+        # httpx would decompress the content, and a small response could fill the memory.
+        response.headers.pop("content-encoding", None)
         return httpx.Response(
             response.status_code, headers=response.headers, content=bytes(content)
         )
@@ -218,18 +220,16 @@ class Sender:
 
     def _refused(self, response: httpx.Response) -> ServerError:
         status = response.status_code
-        problem = {}
+        problem: Any = None
         with suppress(ValueError, RecursionError):
-            content = json.loads(response.content[:100_000])
-            if isinstance(content, dict):
-                problem = content
-            else:
-                problem = {}
-        where = response.headers.get("location", "")
-        if where:
+            problem = json.loads(response.content[:100_000])
+        # A proxy may answer with HTML, or with JSON of another form.
+        if not isinstance(problem, dict):
+            problem = {}
+        unknown = "it gives no reason."
+        if where := response.headers.get("location"):
+            # The client follows no redirect, so that no other server gets the key.
             unknown = f"it redirects to {where}; use that address."
-        else:
-            unknown = "it gives no reason."
         sentence = str(problem.get("detail") or unknown)[:_MAX_TEXT]
         request = str(problem.get("instance") or response.headers.get("x-request-id", ""))[:200]
         text = f"The server at {self._url} answered {status}: {sentence}"
@@ -238,10 +238,9 @@ class Sender:
     def _failed(self, error: Exception) -> str:
         """Return the error message for a request that got no response."""
         failed = next(text for kind, text in _FAILED.items() if isinstance(error, kind))
+        reason = ""
         if str(error):
             reason = f": {error}".rstrip(".")
-        else:
-            reason = ""
         return f"The server at {self._url} {failed}{reason}.{self._proxies}"
 
 
