@@ -18,6 +18,7 @@ from retrieval.store.contract import (
     VECTOR,
     Capability,
     Floats,
+    Generation,
     Item,
     Store,
     StorePlace,
@@ -26,7 +27,7 @@ from retrieval.store.contract import (
 )
 from retrieval.store.filters import Filter, matches, parse_filter
 
-from retrieval_engines.testing.small_bundles import shared_bundle
+from retrieval_engines.testing.small_bundles import WIDTH, shared_bundle
 
 State = dict[str, Item]
 """Expected content of a store: items by id."""
@@ -40,17 +41,21 @@ class Bench:
         many: number of items in one large call, at least 200.
         place: empty folder of the current test. Its path is unique, so a remote store can derive
             the name of its index from the path.
+        copy: path of a snapshot, beside `place`.
         store: the open store.
         items: expected content of the store.
         bundle: the bundle that the store serves.
+        other: a second bundle with wider vectors, so that its arrays fit no other generation.
     """
 
     recall = 1.0
     many = 10_000
     place: Path
+    copy: Path
     store: Store
     items: State
     bundle: Bundle
+    other: Bundle
 
     def store_at(self, place: Path) -> StorePlace:
         """Return the place of a test's index, which need not exist. A subclass must implement this.
@@ -67,7 +72,9 @@ class Bench:
         folder = tempfile.TemporaryDirectory(prefix="store-", ignore_cleanup_errors=True)
         self.place = Path(self._exits.enter_context(folder)) / "place"
         self.place.mkdir()
+        self.copy = self.place.with_name("copy")
         self._exits.callback(lambda: self.store_at(self.place).drop())
+        self.other = shared_bundle(seed=1, width=WIDTH + 5)
 
     def teardown_method(self) -> None:
         """Close and delete the stores of a test; pytest calls this."""
@@ -102,6 +109,10 @@ class Bench:
         """Close the store and open it again."""
         self.store.close()
         self.store = self._exits.enter_context(self.store_at(self.place).open())
+
+    def begin(self) -> Generation:
+        """Begin a generation of the second bundle."""
+        return self.store.begin(self.other, widths_of(self.other))
 
     def need(self, capability: Capability) -> None:
         """Skip the test if the store lacks a capability."""

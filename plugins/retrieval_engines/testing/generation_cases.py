@@ -22,22 +22,7 @@ from retrieval_engines.testing.small_bundles import WIDTH, shared_bundle
 
 
 class GenerationCases(Bench):
-    """Tests of `begin`, `pending`, `embed`, `switch` and `drop`.
-
-    Attributes:
-        other: a second bundle with wider vectors, so that its arrays fit no other generation.
-    """
-
-    other: Bundle
-
-    def setup_method(self) -> None:
-        """Create the folder of a test, and the second bundle."""
-        super().setup_method()
-        self.other = shared_bundle(seed=1, width=WIDTH + 5)
-
-    def begin(self) -> Generation:
-        """Begin a generation of the second bundle."""
-        return self.store.begin(self.other, widths_of(self.other))
+    """Tests of `begin`, `pending`, `embed`, `switch` and `drop`."""
 
     def embedded(self, items: Iterable[Item], seed: int = 0) -> list[Item]:
         """Return items with their arrays of the second bundle."""

@@ -22,16 +22,11 @@ from retrieval_engines.testing.bench import (
     refused,
     run_together,
 )
-from retrieval_engines.testing.small_bundles import WIDTH, shared_bundle
+from retrieval_engines.testing.small_bundles import WIDTH
 
 
 class IndexCases(Bench):
     """Tests of places, bundles, snapshots, threads and closing."""
-
-    def setup_method(self) -> None:
-        """Create the folder of a test, and name the folder of a snapshot."""
-        super().setup_method()
-        self.copy = self.place.parent / "copy"
 
     def test_made_once_and_deleted(self) -> None:
         """`create` overwrites nothing; a deleted index is gone and can be created again."""
@@ -61,8 +56,7 @@ class IndexCases(Bench):
     def test_bundles_come_from_the_store(self) -> None:
         """Every bundle can be fetched from the store; an altered copy in the cache is replaced."""
         self.create(3)
-        other = shared_bundle(seed=1, width=WIDTH + 5)
-        self.store.begin(other, widths_of(other))
+        self.begin()
         with patch.dict("os.environ", RETRIEVAL_CACHE=str(self.place.parent / "cache")):
             self.reopen()
             for generation in self.store.generations():
@@ -77,8 +71,7 @@ class IndexCases(Bench):
         """`stats` counts items and lists generations."""
         self.create(9)
         self.remove(["id 2"])
-        other = shared_bundle(seed=1)
-        self.store.begin(other, widths_of(other))
+        self.begin()
         stats = self.store.stats()
         assert stats.count == 8
         assert stats.generations == self.store.generations()
@@ -121,10 +114,9 @@ class IndexCases(Bench):
         """A snapshot holds items with originals, and items without arrays."""
         self.create(4)
         self.put([random_item("kept", keep="copy", original=b"bytes")])
-        other = shared_bundle(seed=1)
-        second = self.store.begin(other, widths_of(other))
+        second = self.begin()
         left_out, *items = self.store.pending(second, 10)
-        embedded = [random_item(item.id, 0, other) for item in items]
+        embedded = [random_item(item.id, 0, self.other) for item in items]
         self.store.embed(second, embedded, [left_out.id])
         assert self.store.switch(second) is True
         self.store.snapshot(self.copy)
@@ -132,7 +124,7 @@ class IndexCases(Bench):
             ids = [item.id for item in copy.scan()]
             assert ids == sorted(self.items)
             assert copy.store.original("kept") == b"bytes"
-            assert copy.bundle.sha256 == other.sha256
+            assert copy.bundle.sha256 == self.other.sha256
             read = copy.get(ids, arrays=True)
             assert [id for id in ids if not read[id].arrays] == [left_out.id]
 

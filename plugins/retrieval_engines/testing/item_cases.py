@@ -545,6 +545,6 @@ class ItemCases(Bench):
             "embed": lambda: store.embed(served, [], []),
             "switch": lambda: store.switch(served),
             "drop": lambda: store.drop(served),
-            "snapshot": lambda: store.snapshot(self.place.parent / "copy"),
+            "snapshot": lambda: store.snapshot(self.copy),
             "stats": store.stats,
         }
