@@ -57,7 +57,8 @@ from retrieval.store.view import (
 INDEX_FILE = "index.json"
 INDEX_FORMAT = 5
 _INDEX_BYTES = 1_000_000  # maximum size of `index.json`
-_TRIES = 20  # attempts to copy files that compaction does not replace meanwhile
+# Compaction may replace files while they are copied, so the copy is tried again.
+_TRIES = 20
 _CHECK_SECONDS = 3600.0  # time limit of a check's read transaction
 _COPY_SECONDS = 7 * 86_400.0  # time limit of a copy's read transaction
 

@@ -36,7 +36,8 @@ TEXT_BYTES = 1_000_000
 ORIGINAL_BYTES = 100_000_000
 
 _KEEPS = get_args(Keep)
-_EXACT = 1 << 53  # float64 represents every whole number up to here exactly
+# float64 represents every whole number up to here exactly.
+_EXACT = 1 << 53
 _INT64_LIMIT = 1 << 63
 _MAX_SHOWN = 20  # field names in an error message
 _CHECKED_AT_ONCE = 8192  # arrays that are checked in one NumPy call

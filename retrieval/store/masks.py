@@ -27,13 +27,15 @@ from retrieval.store.record import ask, value
 from retrieval.store.view import View
 
 _FIELDS = 1000  # field names among which the error for an unknown field finds similar ones
-_SMALL = 20_000  # up to this many items, SQL evaluates a filter
+# Up to this many items, SQL evaluates a filter.
+_SMALL = 20_000
 _MAX_MASKS = 16  # masks that a view (one state of the index) keeps
 _PAGE = 50_000  # items per read
 _MAX_COLUMNS = 8  # columns in memory
 _TEXTS = 1 << 16  # distinct values of a column that are not numbers
 _MAX_CHARACTERS = 16 << 20  # characters of all distinct values of a column
-_EXACT = 1 << 53  # float64 represents smaller integers exactly
+# float64 represents smaller integers exactly; larger ones are left to SQL.
+_EXACT = 1 << 53
 
 Name = tuple[str, ...] | str
 

@@ -36,13 +36,17 @@ from retrieval.store.items import Floats, Generation, Item, stop_at, usable
 
 RECORD_FILE = "items.sqlite"
 ACKNOWLEDGED = "acknowledged"  # file with the number of the last committed transaction
-_VFS = "cksmvfs"  # SQLite's checksum VFS: it verifies an 8-byte checksum per page on reading
-_RESERVED_BYTES = 8  # room for the checksum at the end of a page
+# SQLite's checksum VFS verifies an 8-byte checksum per page on reading.
+_VFS = "cksmvfs"
+# The checksum of a page needs this room at its end.
+_RESERVED_BYTES = 8
 _BUSY_SECONDS = 30.0  # time that a transaction waits for the lock
 _CHECKPOINT_MILLISECONDS = 500  # time that a checkpoint waits for readers
 _ROW_BYTES = 200_000_000  # maximum size of a row
-_READING_SECONDS = 60.0  # time limit of a read transaction, which usually takes milliseconds
-_CHECKPOINT_PAGES = 4000  # length of the write-ahead log at which SQLite moves it into the file
+# A read transaction usually takes milliseconds; a hanging one would keep the log from being moved.
+_READING_SECONDS = 60.0
+# At this length, SQLite moves the write-ahead log into the file.
+_CHECKPOINT_PAGES = 4000
 _CACHE_KIB = 65_536  # page cache of a connection
 _IDLE_CONNECTIONS = 16  # maximum number of connections that are kept for reuse
 _FORK_SECONDS = 1.0  # time that a fork waits for connections in use

@@ -48,16 +48,21 @@ if TYPE_CHECKING:
 
 NearestRows = tuple[Floats64, Ints]
 
-_MARGIN = 8  # FAISS returns this many rows and k / 16 more than k for a single query
+# FAISS returns this many rows and k / 16 more than k for a single query; beyond the last of them,
+# the bound rules out all others.
+_MARGIN = 8
 _QUERIES = 256  # maximum number of queries in a group
 _FEW = 4
 """Up to this many queries are searched one by one without a companion; more are faster as a group.
 """
-_ANSWERS = 1 << 21  # maximum of queries × k in a group, which bounds the group's memory
+# Queries × k in a group are limited, which bounds the group's memory.
+_ANSWERS = 1 << 21
 _BLOCK_PAIRS = 1 << 21  # pairs of a query and a row in a block: 8 MB of float32 values
-_TABLE_ROWS = 1 << 16  # rows of a companion's table in a block: 2 MB, and 256 KB of sums per query
+# A block of a companion's table has 2 MB, and 256 KB of sums per query, which a core's cache holds.
+_TABLE_ROWS = 1 << 16
 _GROUP = 64  # maximum number of rows that one comparison rules out
-_CANDIDATES = 4  # a companion proposes this many times k rows; their distances give the first r
+# A companion proposes this many times k rows; their distances give the first r.
+_CANDIDATES = 4
 _BLOCK_NUMBERS = 1 << 20  # numbers in a block whose rows or columns are copied: 4 MB
 _PART_NUMBERS = 1 << 17
 """Numbers of the vectors in one matrix product: 512 KB, which fits into a core's cache."""
@@ -68,10 +73,14 @@ _PAIRS = 1 << 19
 _SPARSE_ONE = 0.13
 _SPARSE = 0.7
 """The rows to search are copied together if their share is at most min(0.7, 0.13 √queries)."""
-_DOUBT = 1 / 16  # share of pairs in doubt above which sums over the vectors are faster
-_MIN_DOUBT = 64  # this many times k × queries pairs in doubt are always allowed
-_LARGEST = 2.0**120  # squares above this may overflow float32, so that no bound holds
-_TINY = 2.0**-100  # upper bound of the error of one product by underflow
+# If a larger share of the pairs is in doubt, sums over the vectors are faster.
+_DOUBT = 1 / 16
+# This many times k × queries pairs in doubt are always allowed.
+_MIN_DOUBT = 64
+# Squares above this may overflow float32, so that no bound holds.
+_LARGEST = 2.0**120
+# This bounds the error of one product by underflow.
+_TINY = 2.0**-100
 
 
 def nearest(

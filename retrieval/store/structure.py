@@ -38,8 +38,10 @@ COMPANION = "companion"
 """Name of the structure that speeds up exact search: a narrow table (`search.Companion`)."""
 COMPANION_MIN_ROWS = 50_000
 """Exact search in one sub-space gets a companion from this many vectors on."""
-_GROWTH = 1 / 8  # a structure is rebuilt once the added rows exceed this share of those it covers
-_MARGIN = 16  # extra candidates per query, because some candidates may be deleted items
+# A structure is rebuilt once the added rows exceed this share of those it covers.
+_GROWTH = 1 / 8
+# Some candidates may be deleted items, so each query gets a few more.
+_MARGIN = 16
 _MAX_CANDIDATES = 4096
 """If too few of this many candidates per query are live, all rows are searched exactly."""
 _RARE_SHARE = 0.02

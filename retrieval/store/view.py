@@ -39,8 +39,10 @@ BLOCK = 1 << 20  # bytes per checksum
 _STEP = 1 << 16  # minimum number of bytes by which a file grows
 _SMALL_BYTES = 1 << 16
 """An append of at most this size does not sync the files: the record keeps a copy of the bytes."""
-_UNSYNCED = 256  # an append syncs the files once the record has this many copies
-_TRIES = 20  # attempts to read a state whose files compaction does not replace meanwhile
+# An append syncs the files once the record has this many copies, so that restoring stays short.
+_UNSYNCED = 256
+# Compaction may replace the files of a state while it is read, so reading it is tried again.
+_TRIES = 20
 # fdatasync syncs a file's content and size, but not its times.
 sync_data = getattr(os, "fdatasync", os.fsync)
 
