@@ -88,6 +88,7 @@ def read_recipe(
     table, brought = read_table(recipe, overrides, plugins)
     if not isinstance(recipe, str | os.PathLike):
         return check_recipe(table, objects=objects)
+    # before the checks, which import the plugins and so run their code
     require_allowed(brought, Path(recipe))
     return check_recipe(table, str(recipe), objects)
 
@@ -171,6 +172,7 @@ def naming(path: StrPath) -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
+        # an inner context or the reader has named the file already
         if error.where is not None:
             raise
         raise RecipeError(error.problems, str(path)) from error
@@ -228,6 +230,7 @@ def check_recipe(
     problems += check_together(recipe, {name for name in COMPONENTS if name in table})
     if problems:
         raise RecipeError(dict.fromkeys(problems), where)
+    # `Recipe(…)` would read and check the tables again
     return Recipe.model_construct(recipe.model_fields_set, **dict(recipe)).with_plugins(plugins)
 
 
@@ -264,6 +267,7 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
         if rest:  # an omitted entry caused another problem, such as a list that is too short
             kept = {"data": {}, "backbone": {}, **_valid(kept, {place[:1] for place in rest})}
             values, _ = check_values(Tables, kept)
+    # the fault says that a table is needed, and this sentence how to write it
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
             text = shown(table[name])
@@ -348,6 +352,8 @@ def apply_overrides(
                 table.pop(component, None)
         else:
             changes.append((text, key if sep else "", value))
+    # names first, whatever the order of the texts: a new name removes the old part's parameters,
+    # but not those that the same command sets
     for _, key, value in changes:
         component, _, last = key.partition(".")
         now = table.get(component)
@@ -420,6 +426,7 @@ def _toml(value: str) -> Any:
         parsed = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
         return value
+    # a value with a line break could bring further keys
     if len(parsed) == 1:
         return parsed["value"]
     return value

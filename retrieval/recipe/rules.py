@@ -99,6 +99,7 @@ def _option_problems(
         if key not in options and parameters[key].default is inspect.Parameter.empty
     ]
     if not problems:
+        # torch's constructors check their values, so no list of limits is kept here
         try:
             make(**options)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -114,6 +115,7 @@ def _check_optimizer(section: Optimizer, where: str) -> list[str]:
             f"{where} name: torch.optim has no '{section.name}' (known:"
             f" {', '.join(sorted(known))}).{did_you_mean(section.name, known)}"
         ]
+    # an optimiser needs a parameter to be made
     make = partial(known[section.name], [Parameter(torch.zeros(1))], lr=section.lr)
     return _option_problems(make, section.options, {"params", "lr"}, where)
 
@@ -132,6 +134,7 @@ def _check_schedule(section: Schedule, where: str) -> list[str]:
             f" {', '.join(names)}).{did_you_mean(section.name, names)}"
         ]
     reserved = {"optimizer", "last_epoch"}
+    # the monitored metric says whether larger values are better
     if section.name == "ReduceLROnPlateau":
         reserved.add("mode")
     make = partial(known[section.name], torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1))
@@ -145,6 +148,7 @@ def _check_schedule(section: Schedule, where: str) -> list[str]:
 
 def option_hint(recipe: Tables, table: Mapping[str, Any], place: Sequence[Any]) -> str:
     """Return advice for an unknown key, such as `accumulate` or an optimiser's argument."""
+    # a key of other programs, for which there is no key of a similar name to suggest
     if place == ("train", "accumulate"):
         return (
             " Adding up the gradients of several batches does not equal a large batch: a loss of"
@@ -201,6 +205,7 @@ def _parts(recipe: Tables, present: Collection[str]) -> Iterator[str]:
     ):
         if is_set and not any(user in present for user in users):
             yield f"{key} is of no use without a [{'] or a ['.join(users)}]. Remove it."
+    # a factor that no optimiser reads would have no effect, and nobody would notice
     for part in own.lr_factor if own else ():
         if part != "generator":
             yield (
@@ -260,6 +265,7 @@ def _training(recipe: Tables, present: Collection[str]) -> Iterator[str]:
         )
     if train.ema is not None and train.average_last is not None:
         yield "[train] ema and average_last exclude each other. Remove one of the two."
+    # equal views would be positives at distance 0, from which nothing is learned
     if augmentation.views > 1 and not augmentation.active:
         yield (
             f"[augmentation] views = {augmentation.views}: nothing changes the images, so all views"
@@ -400,6 +406,7 @@ def _takes_distance(plugins: Plugins, values: Any) -> bool:
     else:
         table = {"name": values}
     factory = plugins.named("losses", str(table.get("name")))
+    # an unknown loss is reported by the check of its name
     if factory is None or factory.takes("distance"):
         return True
     parts = [table[p.name] for p in factory.parameters if p.part == "losses" and p.name in table]

@@ -55,8 +55,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid",
+        # plugins and hooks receive the recipe, which must stay as it was checked
         frozen=True,
+        # a number in quotes is a mistake, which a silent conversion would hide
         strict=True,
+        # TOML can write inf and nan
         allow_inf_nan=False,
         protected_namespaces=(),
         use_attribute_docstrings=True,
@@ -65,6 +68,7 @@ class Section(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         for field in cls.model_fields.values():
+            # a docstring is wrapped at the width of the code, which a page's table is not
             field.description = " ".join((field.description or "").split())
 
 
@@ -98,6 +102,7 @@ def flat_search(search: Any) -> Any:
         return search
     by_key: dict[str, Any] = {}
     for key, value in search.items():
+        # the entries of a table of keys are tables, those of a range are numbers, lists or booleans
         nested = isinstance(value, dict) and all(isinstance(x, dict) for x in value.values())
         if nested and value:
             inner = flat_search(value)
@@ -170,6 +175,7 @@ class Augmentation(Section):
 
     crop_scale: tuple[float, float] | None = None
     """Smallest and largest share of the image's area that a random crop keeps."""
+    # as in torchvision's RandomResizedCrop
     crop_ratio: tuple[float, float] = (0.75, 1.3333)
     """Smallest and largest aspect ratio of the crop."""
     horizontal_flip: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -470,11 +476,13 @@ class _Loaded:
         self.plugins = plugins
 
     def __eq__(self, other: object) -> bool:
+        # two recipes are equal if their tables are, whatever is loaded
         return isinstance(other, _Loaded)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[type[_Loaded], tuple[()]]:
+        # the process that unpickles a recipe loads the plugins itself
         return _Loaded, ()
 
 
@@ -535,6 +543,7 @@ class Tables(Section):
     @classmethod
     def _one_folder(cls, name: str) -> str:
         """Check that the run's name can be the name of a folder."""
+        # Windows refuses these characters; a run may be copied there
         wrong = sorted({c for c in name if c in '/\\<>:"|?*' or not c.isprintable()})
         ends = name == name.strip() and not name.startswith(".")
         if wrong or not ends or not 1 <= len(name.encode()) <= 100:

@@ -100,6 +100,7 @@ def load_checkpoint(path: Path, advice: str = "Use another checkpoint, or train 
                 f" {metadata.get('format', 'unstated')!r})."
             )
         views = '{"mapped": ' in metadata["state"]
+        # only `Mapped` tensors need a map of the file, of which a process reads what it uses
         if views:
             tensors = load_file(path)
         else:
@@ -175,6 +176,7 @@ def _flatten(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         tensors[place] = value.tensor
         return {"mapped": place}
     if isinstance(value, Tensor):
+        # safetensors refuses tensors that share memory, as tied weights do
         tensors[place] = value.detach().cpu().contiguous().clone()
         return {"tensor": place}
     if isinstance(value, dict):
@@ -240,6 +242,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 def seed_everything(seed: int) -> None:
     """Seed torch (every device), numpy and Python."""
     random.seed(seed)
+    # numpy accepts seeds of 32 bits alone
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 

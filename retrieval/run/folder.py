@@ -76,6 +76,7 @@ def claimed(path: Path) -> Iterator[None]:
         DataError: another process, which the message names, writes to the folder, or the parent
             folder cannot be created.
     """
+    # two links to one folder must meet at one lock
     real_path = Path(os.path.realpath(path))
     try:
         real_path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,6 +184,7 @@ def record_changes(
         else:
             table = tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8"))
             recipe = recipe.model_copy(update={"plugins": table.get("plugins", [])})
+        # before the recipe: a crash in between leaves an incomplete run, not one with old results
         for stale in ("summary.json", "evaluation-*.json", "verification-*.json"):
             for file in path.glob(stale):
                 file.unlink()
@@ -275,6 +277,7 @@ def _recorded(value: Any) -> dict[str, Any]:
     description = described(value)
     if isinstance(value, Dataset):
         columns = (value.labels, value.keys, value.splits or (), value.roles or ())
+        # the identity covers the items' content, but not who is in which class or side
         names = json.dumps([list(map(str, column)) for column in columns])
         settings = description["settings"]
         description["settings"] = {k: v for k, v in settings.items() if not hasattr(Dataset, k)}

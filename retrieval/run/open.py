@@ -103,6 +103,7 @@ class Run:
             else:
                 lacks = "there is no such folder"
             raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
+        # before the recipe is read, which would take an object for any part
         objects = objects_of(**objects)
         refuse_extra_objects(path, objects)
         objects |= absent_objects(path, objects, or_kept)
@@ -254,8 +255,10 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
         )
     model = build_model(recipe, dataset)
     objective = build_objective(recipe, model, _classes(recipe, splits))
+    # a resumed run has trained since, and the other run may be gone
     if standing is None:
         take_weights(model, recipe)
+    # after the other run's weights, which have no additions; before a checkpoint's, which have them
     if recipe.lora is not None:
         adapt(model, recipe.lora)
     if standing is not None:

@@ -112,6 +112,7 @@ def read_given(
         where = str(recipe)
     else:
         where = None
+    # before the run exists, or with new plugins, the recipe's own files are what will run
     if replace_plugins or not is_run(folder):
         if where is not None:
             require_allowed(named, Path(where))
@@ -183,6 +184,7 @@ def standing(folder: Path) -> Standing | None:
     last, previous = (checkpoint_file(folder, name) for name in ("last", "previous"))
     chosen = last
     advice = checkpoint.TRAIN_AGAIN
+    # a kill between two renames can leave only the previous one
     if not last.is_file():
         chosen = previous
     elif previous.is_file():
@@ -208,6 +210,7 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
     run_recipe, faults = read_tables(read_table(folder / "recipe.toml")[0])
     if faults:
         raise RecipeError(faults.values(), str(folder / "recipe.toml"))
+    # absolute, because the same file has another relative path in another working directory
     before = flat_recipe(absolute_paths(run_recipe.with_plugins(recipe.loaded)))
     now = flat_recipe(absolute_paths(recipe))
     differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]

@@ -80,6 +80,7 @@ def fit_learner(
         run.best,
         {"model": model.state_dict(), "learner": fitted_state(learner), "metrics": metrics},
     )
+    # now, while the learner can be fitted again; at export the fitted object is gone
     _verify(run, np.asarray(features.arrays[splits.train[:256]], dtype=np.float32))
     record: dict[str, Any] = {"phase": "fit", "epoch": 1, "step": 0, "seconds": seconds}
     record |= {f"validation_{name}": value for name, value in metrics.items()}

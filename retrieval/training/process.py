@@ -286,6 +286,7 @@ def validate(
         from_features=from_features,
         raw=raw,
     )
+    # the monitored metric need not be among those of [evaluate]
     metrics = resolve_metrics(
         recipe.evaluate.metrics, run.plugins, (recipe.train.monitor, "map_at_r")
     )

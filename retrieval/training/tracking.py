@@ -51,6 +51,7 @@ class Tracking:
         group: str | None = None,
     ) -> None:
         plugins = recipe.loaded
+        # `fromkeys`: a name and its full name are one tracker
         self._trackers: dict[str, Tracker] = {
             full: plugins.build("trackers", {"name": full})
             for full in dict.fromkeys(full_name(plugins, name) for name in names)

@@ -198,6 +198,7 @@ def train(
         Interrupted: Ctrl-C or SIGTERM stopped training; the checkpoint is written, if training had
             begun.
     """
+    # a script without a guard is imported by the processes that it starts, and would train again
     exit_if_imported()
     objects = objects_of(
         dataset=dataset,
@@ -227,6 +228,7 @@ def train(
             )
         else:
             checked = read_recipe(recipe, overrides, plugins, objects=objects)
+            # the name is known only after the overrides
             if output:
                 folder = Path(output)
             else:

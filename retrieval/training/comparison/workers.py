@@ -35,6 +35,7 @@ class Worker:
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
+        # the threads of `Parallel` count their jobs in one meter
         self.lock = threading.Lock()
 
     def __call__(self, jobs: Sequence[ComparisonJob]) -> list[Metrics]:
@@ -96,6 +97,7 @@ class Parallel(Worker, ABC):
                 f"A process that trains was lost, perhaps for lack of memory: {reason}. The same"
                 " command continues. Fewer workers need less memory."
             ) from None
+        # a stopped job is no failure: the comparison says how to go on
         if code == Interrupted.exit_code:
             raise Interrupted(sentence)
         if sentence:
@@ -122,6 +124,7 @@ class Processes(Parallel):
         refuse_unguarded()
         self.pool = ProcessPoolExecutor(
             count,
+            # a forked process would inherit torch's threads and locks, and cannot use CUDA
             multiprocessing.get_context("spawn"),
             initializer=_begin_worker,
             initargs=(max(1, cores() // count),),
@@ -133,6 +136,7 @@ class Processes(Parallel):
 
     def stop(self) -> None:
         """Send SIGTERM to the processes."""
+        # taken first, because `shutdown` forgets the processes
         running = list((self.pool._processes or {}).values())
         self.pool.shutdown(wait=False, cancel_futures=True)
         for process in running:

@@ -168,6 +168,7 @@ def latex(result: Comparison, style: Latex) -> str:
                 f"latex {name}: the table has no such metric.{did_you_mean(name, result.metrics)}"
                 f" It has: {', '.join(result.metrics)}."
             )
+    # printed in bold: the highest mean, even if the difference to the next is not decided
     best = [max(result.mean(row, metric).value for row in result.contestants) for metric in columns]
 
     def line(row: Contestant) -> str:
