@@ -29,7 +29,7 @@ from retrieval.training.train import train
 
 import pictures
 from bench import Kept, chosen, interval, markdown, one_thread, page, resume_arguments
-from retrieval_core.pooling import Pool
+from retrieval_core.convnet import Pool
 
 POOLS = ("mean", "max", "gem", "grid")
 METRICS = ["recall_at_1", "map_at_r"]

@@ -121,6 +121,12 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of another library's error, or its type, without a period."""
+    message = str(error).strip() or type(error).__name__
+    return message.split("\n")[0].rstrip(".")
+
+
 def valid_text(text: str) -> str:
     """Return text that can be encoded; bytes of a file name that are not UTF-8 are escaped."""
     if text.isascii():

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrieval.errors import DataError, MissingDependency, did_you_mean
+from retrieval.errors import DataError, MissingDependency, did_you_mean, first_line
 from retrieval.helpers import as_dataset, refuse, usable_dataset
 from retrieval.plugin import Dataset
 
 _FOLDERS = "Export its images into one folder per class, and use core.image_folder"
+# A pickle can run any code, so no file of a user is unpickled.
 _PICKLED = {
     "CIFAR10": "Use core.cifar10",
     "CIFAR100": "Use sets.cifar100",
@@ -78,7 +79,7 @@ def torchvision_dataset(
         parts = {side: make(folder, **arguments, **choice) for side, choice in sides.items()}
     except Exception as error:  # each class raises its own errors
         raise DataError(
-            f"torchvision's {dataset} cannot be read from {folder}: {_reason(error)}. "
+            f"torchvision's {dataset} cannot be read from {folder}: {first_line(error)}. "
             + (
                 ""
                 if download
@@ -131,7 +132,7 @@ def huggingface(
             loaded = datasets.load_dataset(source, config)
     except Exception as error:
         raise DataError(
-            f"Hugging Face's datasets cannot load {source!r}: {_reason(error)}."
+            f"Hugging Face's datasets cannot load {source!r}: {first_line(error)}."
         ) from error
     if isinstance(loaded, Mapping):
         whole = loaded
@@ -161,8 +162,3 @@ def huggingface(
     else:
         sides = whole[train]
     return usable_dataset(as_dataset(sides, image=image, label=label, name=source), source)
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error's message, without a period."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Pooling of a network's feature maps or tokens to one vector: averages, GeM and grids."""
+"""Features of pretrained networks from their last maps or tokens, or from several levels."""
 
 from __future__ import annotations
 
@@ -10,55 +10,14 @@ from retrieval.plugin import Preprocessing
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from retrieval_core.convnet import MapPool, Pool
+
 T = TypeVar("T")
-MapPool = Literal["mean", "max", "gem", "grid"]
 TokenPool = Literal["cls", "mean", "cls+mean", "gem", "grid"]
 Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
 """The image, one of EfficientNet's seven stages, or its last layer before the classifier."""
 _FLAT = 1e-6
 """This number under the signed root keeps its gradient finite near zero."""
-
-
-class Pool(nn.Module):
-    """Pools the feature maps (B, C, h, w) of an image to one vector.
-
-    GeM is the generalised mean (mean x^p)^(1/p) with a learned exponent p, initially 3, and with x
-    clamped to at least 10⁻⁶ (Radenović, Tolias & Chum, "Fine-tuning CNN Image Retrieval with No
-    Human Annotation", TPAMI 2019, equation 3).
-
-    Args:
-        kind: `mean`, `max` or `gem` over all positions, which give (B, C); or `grid`, the means of
-            the cells of a grid, which give (B, C × cells²).
-        size: height and width of the maps.
-        cells: number of cells per side of the grid.
-
-    Raises:
-        ValueError: the grid is finer than the map.
-    """
-
-    def __init__(self, kind: MapPool, size: tuple[int, int], cells: int) -> None:
-        super().__init__()
-        self.kind = kind
-        if kind == "gem":
-            self.power = nn.Parameter(torch.tensor(3.0))
-        if kind == "grid":
-            if cells > min(size):
-                raise ValueError(
-                    f"pool: the last map has {size[0]} × {size[1]} positions, but the grid has"
-                    f" {cells} × {cells} cells. Set cells to {min(size)} or less"
-                )
-            self.register_buffer("rows", averages(cells, size[0]), persistent=False)
-            self.register_buffer("columns", averages(cells, size[1]).T, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return one vector per image from maps (B, C, h, w)."""
-        if self.kind == "grid":
-            return (self.get_buffer("rows") @ x @ self.get_buffer("columns")).flatten(1)
-        if self.kind == "max":
-            return x.amax(dim=(2, 3))
-        if self.kind == "gem":
-            return x.clamp(min=1e-6).pow(self.power).mean(dim=(2, 3)).pow(1 / self.power)
-        return x.mean(dim=(2, 3))
 
 
 class Pooled(nn.Module):
@@ -115,10 +74,9 @@ class Pooled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images."""
         output = self.output(x)
+        parts = []
         if "cls" in self.kinds:
-            parts = [self._normed(output[:, 0])]
-        else:
-            parts = []
+            parts.append(self._normed(output[:, 0]))
         if self.kinds[-1] != "cls":
             parts.append(self._normed(self.pool(self._maps(output))))
         return torch.cat(parts, dim=1)
@@ -133,9 +91,11 @@ class Pooled(nn.Module):
         if norm is None:
             norm = getattr(getattr(self.network, "head", None), "norm", None)
         weight = getattr(norm, "weight", None)
+        # Models without such a norm have none of these attributes, or an identity without weights.
         if weight is None:
             return pooled
         cells = pooled.reshape(len(pooled), len(weight), -1)
+        # timm's LayerNorm2d is a LayerNorm by class, but expects channels in the second dimension.
         if isinstance(norm, nn.BatchNorm2d | nn.GroupNorm) or "2d" in type(norm).__name__:
             normed: Tensor = norm(cells[..., None])
         else:
@@ -192,23 +152,23 @@ class Levels(nn.Module):
         self.network: Any = network
         self.names = names
         self.grids = {str(level): grid for level, grid in levels.items()}
+        # Buffers move to the GPU with the model; the preprocessing already saves their values.
         for name, values in (("mean", preprocessing.mean), ("std", preprocessing.std)):
             self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
         maps = tried(self, self._maps, preprocessing)
-        too_fine = [
-            f"{level} has {' × '.join(map(str, maps[level].shape[2:]))} positions, but its grid has"
-            f" {grid} × {grid} cells"
-            for level, grid in self.grids.items()
-            if grid > min(maps[level].shape[2:])
-        ]
+        self.pools = nn.ModuleDict()
+        too_fine = []
+        for level, grid in self.grids.items():
+            height, width = maps[level].shape[2:]
+            if grid > min(height, width):
+                too_fine.append(
+                    f"{level} has {height} × {width} positions, but its grid has"
+                    f" {grid} × {grid} cells"
+                )
+            else:
+                self.pools[level] = Pool("grid", (height, width), grid)
         if too_fine:
             raise ValueError(f"levels: {'; '.join(too_fine)}. Use coarser grids or a larger size")
-        self.pools = nn.ModuleDict(
-            {
-                level: Pool("grid", (maps[level].shape[2], maps[level].shape[3]), grid)
-                for level, grid in self.grids.items()
-            }
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images (B, 3, H, W), level by level."""
@@ -226,19 +186,15 @@ class Levels(nn.Module):
         if "image" in self.grids:
             maps["image"] = x * self.std + self.mean
         if self.names is not None:
-            channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"
-            if self.names:
-                outputs = network(x)
-            else:
-                outputs = []
-            outputs = [level.permute(0, 3, 1, 2) if channels_last else level for level in outputs]
+            # A model for the level "image" alone would run for nothing.
+            outputs = network(x) if self.names else []
+            if getattr(network, "output_fmt", "NCHW") == "NHWC":
+                outputs = [level.permute(0, 3, 1, 2) for level in outputs]
             return maps | dict(zip(self.names, outputs, strict=True))
+        # An EfficientNet runs only as far as the deepest level: index 0 is the image, 8 is "last".
         deepest = max(get_args(Level).index(level) for level in self.grids)
-        if deepest:
-            h = network.bn1(network.conv_stem(x))
-        else:
-            h = x
-        for number, block in enumerate(network.blocks[: min(deepest, 7)], start=1):
+        h = network.bn1(network.conv_stem(x)) if deepest else x
+        for number, block in enumerate(network.blocks[:deepest], start=1):
             h = block(h)
             if str(number) in self.grids:
                 maps[str(number)] = h
@@ -250,23 +206,10 @@ class Levels(nn.Module):
 def tried(module: nn.Module, call: Callable[[Tensor], T], preprocessing: Preprocessing) -> T:
     """Return the result of `call` for one black image, with the module in evaluation mode."""
     training = module.training
+    # Evaluation mode changes no batch statistic and draws no random number.
     module.eval()
     try:
         with torch.no_grad():
             return call(torch.zeros(1, *preprocessing.shape))
     finally:
         module.train(training)
-
-
-def averages(cells: int, length: int) -> Tensor:
-    """Return the matrix (cells, length) of adaptive average pooling along one axis.
-
-    Frozen features are exported with TorchScript, whose exporter supports torch's adaptive pooling
-    only for lengths that divide evenly.
-    """
-    matrix = torch.zeros(cells, length)
-    for cell in range(cells):
-        start = cell * length // cells
-        stop = -(-(cell + 1) * length // cells)
-        matrix[cell, start:stop] = 1 / (stop - start)
-    return matrix

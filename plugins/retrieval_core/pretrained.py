@@ -14,7 +14,7 @@ from urllib.request import getproxies
 
 import torch
 from pydantic import Field, PositiveInt
-from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean
+from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean, first_line
 from retrieval.helpers import some
 from retrieval.plugin import Backbone, Preprocessing
 from torch import Tensor, nn
@@ -51,14 +51,11 @@ class Network(Backbone):
         self.normalise = normalise
         self.preprocessing = preprocessing
         try:
-            # `tried` runs the network in evaluation mode, which changes no batch statistic and
-            # draws no random number
             shape = tuple(tried(network, network, preprocessing).shape)
         except (RuntimeError, AssertionError, ValueError) as error:
             height, width = preprocessing.size
-            reason = str(error).strip().split("\n")[0]
             raise ValueError(
-                f"{name} does not accept images of {height} × {width} pixels ({reason})"
+                f"{name} does not accept images of {height} × {width} pixels ({first_line(error)})"
             ) from error
         if len(shape) != 2:
             raise ValueError(f"{name} returns shape {shape} for one image, not a vector")
@@ -88,6 +85,7 @@ def hub_from_cache_when_away() -> Iterator[None]:
     """
     from huggingface_hub import constants
 
+    # The client has read the environment on import; only its constant still counts.
     before = constants.HF_HUB_OFFLINE
     try:
         reach(constants.ENDPOINT)
@@ -128,10 +126,9 @@ def fetch(what: str, advice: str, load: Callable[[], T]) -> T:
     try:
         return load()
     except Exception as error:  # each hub raises its own errors, or those of its HTTP library
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
         raise DataError(
-            f"{what} could not be loaded ({reason}). They are downloaded once and then read from"
-            f" the user's cache. Connect to the network, or {advice}."
+            f"{what} could not be loaded ({first_line(error)}). They are downloaded once and then"
+            f" read from the user's cache. Connect to the network, or {advice}."
         ) from error
 
 
@@ -192,7 +189,8 @@ def torchvision_model(
 
     def load() -> nn.Module:
         if chosen is not None and not _downloaded(chosen.url):
-            reach(chosen.url)  # fail before torchvision announces a download
+            # Fail before torchvision announces a download.
+            reach(chosen.url)
         return models.get_model(model, weights=chosen, **_options(model, preprocessing.size[0]))  # type: ignore[no-any-return]
 
     if chosen is None:
@@ -332,6 +330,7 @@ def timm_model(
     if pool is not None and levels is not None:
         raise ValueError("pool and levels both turn maps into a vector. Set only one of them")
     timm = _timm("timm")
+    # The tag after the point names weights; the name before it is the architecture.
     plain = model.partition(".")[0]
     if not timm.is_model(plain):
         raise RecipeError(
@@ -356,6 +355,7 @@ def timm_model(
         )
     options: dict[str, Any] = {"num_classes": 0}
     config = timm.models.get_pretrained_cfg(model)
+    # Models of a fixed size interpolate their position embeddings if they are told the size.
     if size and config is not None and config.fixed_input_size:
         options["img_size"] = size
     names: list[str] = []
@@ -394,6 +394,7 @@ def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, in
 
     "last" becomes the last map's number. "image" needs no map.
     """
+    # On the meta device, a model has shapes but no weights, and costs almost nothing.
     with torch.device("meta"):
         count = len(timm.create_model(model, **options).feature_info.info)
     known = ["image", *(str(number) for number in range(1, count + 1)), "last"]
@@ -426,6 +427,7 @@ def _efficientnet_lite(number: int, trained_size: int, doc: str) -> Callable[...
         # The weights were trained on (pixel − 127) / 128.
         mean = (127 / 255,) * 3
         std = (128 / 255,) * 3
+        # timm rounds down, too.
         shorter = math.floor(size / crop)
         preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", shorter)
         if levels is None:
@@ -515,6 +517,7 @@ def _package_weights(number: int) -> Path:
 def _load_by_position(network: nn.Module, path: Path, number: int) -> None:
     """Load weights whose tensors have other names than the network's, but the same order."""
     try:
+        # `weights_only`: a pickle could run code.
         weights = list(torch.load(path, map_location="cpu", weights_only=True).values())
     except Exception as error:  # a damaged file can fail in any layer of the format
         raise DataError(

@@ -13,8 +13,6 @@ from retrieval.errors import DataError
 from retrieval.helpers import Count, Counts, cache_folder, differing, read_idx, read_records, refuse
 from retrieval.plugin import ArrayDataset, Dataset
 
-from retrieval_core.pretrained import fetch
-
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 FASHION = (
     "T-shirt/top",
@@ -62,7 +60,8 @@ def digits() -> Dataset:
     1998.
     """
     values, numbers = _digits()
-    pixels = np.rint(values.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)  # 17 levels of grey
+    # The file has 17 levels of grey, 0 to 16.
+    pixels = np.rint(values.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     labels = [str(int(number)) for number in numbers]
     return ArrayDataset(pixels, labels, [f"digits/{i}" for i in range(len(labels))])
 
@@ -121,7 +120,10 @@ def _fashion_folder(folder: Path | None, download: bool) -> Path:
             "Fashion-MNIST is not on this machine. Set [data] download = true, or set folder to the"
             " folder of its four idx files. On Debian: apt install dataset-fashion-mnist."
         )
+    # Only a download needs these; they import torch and torchvision.
     from torchvision.datasets import FashionMNIST
+
+    from retrieval_core.pretrained import fetch
 
     fetch(
         "The files of Fashion-MNIST",

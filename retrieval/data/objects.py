@@ -15,7 +15,7 @@ from retrieval.base.arrays import Pixels
 from retrieval.base.photos import address_of
 from retrieval.data.datasets import ArrayDataset, Dataset, FileDataset, is_missing_label
 from retrieval.data.splits import SIDES, sides
-from retrieval.errors import DataError, did_you_mean, refuse
+from retrieval.errors import DataError, did_you_mean, first_line, refuse
 from retrieval.host.python_parts import DICTIONARY
 from retrieval.images.decoding import decode
 from retrieval.images.preprocessing import as_list, channels_last, from_pixels
@@ -151,8 +151,7 @@ def reading(where: str, read: Callable[..., Any], *arguments: Any) -> Any:
     except DataError:
         raise
     except Exception as error:  # each reader raises its own errors
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
-        raise DataError(f"{where} cannot be read: {reason}.") from error
+        raise DataError(f"{where} cannot be read: {first_line(error)}.") from error
 
 
 def _image(item: Any, where: str) -> Image:

@@ -22,7 +22,7 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrieval_core.pooling import Pool
+from retrieval_core.convnet import Pool
 
 
 def net(name: str, **values: Any) -> Backbone:
