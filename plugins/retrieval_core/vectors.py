@@ -143,7 +143,7 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
     dataset = ArrayDataset(
         arrays,
         [item.label or "" for item in items],
-        [item.key for item in items],
+        [item.id for item in items],
         kind="features",
         splits=sides(columns["split"]),
         roles=columns["role"],

@@ -114,11 +114,11 @@ def _subjects(sources: Sources, named: Path, side: str) -> Iterator[Subject]:
     inside = [_inside(item, named) for item in sources.items]
     by_folder = not side and all(len(p) > 2 and p[0].lower() in SIDES for p in inside)
     for item, parts in zip(sources.items, inside, strict=True):
-        # a row of a table of vectors has no file, so its key names it
+        # a row of a table of vectors has no file, so its id names it
         if item.row is None:
             name = item.name
         else:
-            name = item.key
+            name = item.id
         if parts:
             name = str(named.joinpath(*parts))
         if by_folder:

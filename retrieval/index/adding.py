@@ -160,12 +160,15 @@ def add_sources(
         collected = vectors.sources
     else:
         collected = collect(named, index.bundle.manifest.input.kind)
-    refuse_twice(item.key for item in collected.items)
+    refuse_twice(item.id for item in collected.items)
     writer = _Writer(index, strict=whole and not options.skip_bad)
     changed = 0
     for attempt in range(_MAX_ATTEMPTS):
+        # Another thread may serve another bundle at any moment. The store then refuses what this
+        # one has embedded, by its SHA-256.
+        bundle = index.bundle
         try:
-            new, rewritten = _changes(index, collected, options.limits)
+            new, rewritten = _changes(index, bundle, collected, options.limits)
             changed += rewritten
             if vectors:
                 results = vectors.embedded(new)
@@ -173,13 +176,9 @@ def add_sources(
                 contents = originals(new, collected.features, options.keep)
                 keep_features = FEATURES in index.generation.widths
                 results = embed(
-                    index.bundle,
-                    contents,
-                    options,
-                    keep_features=keep_features,
-                    strict=writer.strict,
+                    bundle, contents, options, keep_features=keep_features, strict=writer.strict
                 )
-            writer.take(results, len(new))
+            writer.take(results, bundle, len(new))
             break
         except Superseded:
             # A migration ended meanwhile, so embed the remaining items with the new bundle.
@@ -188,11 +187,13 @@ def add_sources(
             index.follow()
     faults = writer.faults
     count = len(collected.items)
+    # An empty index would look like a success.
     if whole and faults and len(faults) == count:
         raise DataError(f"None of the {count:,} items can be used. The first: {faults[0]}")
     removed = 0
+    # With faults, the sources are not known in full: an item may seem gone that is only damaged.
     if sync and not faults:
-        ids = {item.key for item in collected.items}
+        ids = {item.id for item in collected.items}
         surplus = [id for id in index if id not in ids]
         for start in range(0, len(surplus), _ITEMS_PER_READ):
             removed += index.store.delete(surplus[start : start + _ITEMS_PER_READ])
@@ -253,8 +254,9 @@ def add_images(
     )
     options = replace(options, keep=keep)
     keep_features = FEATURES in index.generation.widths
+    bundle = index.bundle
     writer = _Writer(index)
-    writer.take(embed(index.bundle, originals, options, keep_features=keep_features), count)
+    writer.take(embed(bundle, originals, options, keep_features=keep_features), bundle, count)
     if writer.faults and not options.skip_bad:
         raise _unusable(writer.faults, count, _OTHERS_ADDED)
     return Added(
@@ -301,6 +303,7 @@ def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
 
 def refuse_twice(ids: Iterable[str]) -> None:
     """Raise a `DataError` if several items have the same id."""
+    # Of two items with one id, the later would silently replace the earlier.
     counts = Counter(ids)
     twice = [f"{id!r} is the id of {count} items." for id, count in counts.items() if count > 1]
     if twice:
@@ -311,7 +314,9 @@ def refuse_twice(ids: Iterable[str]) -> None:
         )
 
 
-def _changes(index: Index, sources: Sources, limits: Limits) -> tuple[list[Source], int]:
+def _changes(
+    index: Index, bundle: Bundle, sources: Sources, limits: Limits
+) -> tuple[list[Source], int]:
     """Compare items with those in the index; write items of the same content again if need be.
 
     Returns:
@@ -325,10 +330,10 @@ def _changes(index: Index, sources: Sources, limits: Limits) -> tuple[list[Sourc
     changed = 0
     for start in range(0, len(items), _ITEMS_PER_READ):
         page = items[start : start + _ITEMS_PER_READ]
-        stored = index.store.get([item.key for item in page], arrays=arrays)
+        stored = index.store.get([item.id for item in page], arrays=arrays)
         rewritten: dict[str, tuple[Source, str]] = {}
         for item in page:
-            previous = stored.get(item.key)
+            previous = stored.get(item.id)
             if previous is None or (arrays and not previous.arrays):
                 new.append(item)
                 continue
@@ -340,9 +345,9 @@ def _changes(index: Index, sources: Sources, limits: Limits) -> tuple[list[Sourc
             other = details != (previous.label, dict(previous.metadata), previous.path)
             changed += other
             if other or stamp != previous.stamp:
-                rewritten[item.key] = item, stamp
+                rewritten[item.id] = item, stamp
         if rewritten:
-            _rewrite(index, rewritten)
+            _rewrite(index, bundle, rewritten)
     return new, changed
 
 
@@ -377,7 +382,7 @@ def _path(source: Source, previous: Item) -> Path | None:
     return source.path
 
 
-def _rewrite(index: Index, rewritten: Mapping[str, tuple[Source, str]]) -> None:
+def _rewrite(index: Index, bundle: Bundle, rewritten: Mapping[str, tuple[Source, str]]) -> None:
     """Update labels, metadata, paths and stamps of items, by id, whose content is unchanged."""
     items = []
     for id, item in index.store.get(rewritten, arrays=True).items():
@@ -393,7 +398,7 @@ def _rewrite(index: Index, rewritten: Mapping[str, tuple[Source, str]]) -> None:
                     original=index.store.original(id),
                 )
             )
-    index.store.upsert(items, index.bundle.sha256)
+    index.store.upsert(items, bundle.sha256)
 
 
 class _Writer:
@@ -405,12 +410,11 @@ class _Writer:
         self.added = self.changed = 0
         self.faults: list[str] = []
 
-    def take(self, results: Iterable[list[Result]], count: int) -> None:
-        """Write the `count` items that `embed` yields; collect the faults of unusable items."""
+    def take(self, results: Iterable[list[Result]], bundle: Bundle, count: int) -> None:
+        """Write the `count` items that `bundle` embeds; collect the faults of unusable items."""
         # After `Superseded`, unusable items are decoded again, so their faults come again too.
         self.faults = []
         self._clear()
-        bundle = self._index.bundle.sha256
         with Meter("encoding", count, "items") as meter:
             for batch in results:
                 for item, fault in batch:
@@ -424,7 +428,7 @@ class _Writer:
                 meter.update(len(batch))
                 late = time.monotonic() - self._since > _SECONDS
                 if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
-                    self._write(bundle)
+                    self._write(bundle.sha256)
         if self.strict and self.faults:
             raise _unusable(
                 self.faults,
@@ -432,11 +436,11 @@ class _Writer:
                 "Repair or remove them, or skip them with --skip-bad (in Python skip_bad=True)."
                 " No index was created.",
             )
-        self._write(bundle)
+        self._write(bundle.sha256)
 
-    def _write(self, bundle: str) -> None:
+    def _write(self, sha256: str) -> None:
         if self._waiting:
-            changed = self._index.store.upsert(self._waiting, bundle)
+            changed = self._index.store.upsert(self._waiting, sha256)
             self.changed += changed
             self.added += len(self._waiting) - changed
         self._clear()
@@ -489,6 +493,7 @@ def embed(
     if bundle.manifest.input.kind == "features":
         entries: Iterator[_Decoded] = map(decoded, items)
     else:
+        # The first item stands for all: a storage is waited for, a file is decoded by a core.
         items = iter(items)
         first = list(islice(items, 1))
         workers = cores()
@@ -503,12 +508,15 @@ def embed(
         arrays: dict[str, Floats32] = {}
         if inputs and not failed:
             arrays = arrays_of(bundle, np.stack(inputs), options.batch_size, keep_features)
-        rows = iter(range(len(inputs)))
-        yield [
-            (item, fault) if fault else (replace(item, arrays=row_of(arrays, next(rows))), None)
-            for item, fault, _ in batch
-        ]
-        del batch, inputs  # the next batch is read without this one in memory
+        results: list[Result] = []
+        row = 0  # of `arrays`, which lack the items with faults
+        for item, fault, _ in batch:
+            if fault is None:
+                item = replace(item, arrays=row_of(arrays, row))
+                row += 1
+            results.append((item, fault))
+        yield results
+        del batch, inputs, results  # the next batch is read without this one in memory
 
 
 def _decode_item(
@@ -519,28 +527,36 @@ def _decode_item(
         raise original
     if isinstance(original, np.ndarray):
         return replace(item, stamp=digest_of(original.tobytes())), original
-    content = original
-    if not isinstance(content, bytes):
-        content = read_image(content, options.limits, name)
+    if isinstance(original, bytes):
+        content = original
+    else:
+        content = read_image(original, options.limits, name)
     image = decode(content, options.limits, name)
     preprocessing = bundle.manifest.input.preprocessing
     assert preprocessing is not None
     stored_original = None
     try:
         inputs = preprocessing(image)
-        if options.keep in ("copy", "thumbnail"):
-            if options.keep == "copy":
-                stored_original = content
-            else:
-                stored_original = thumbnail(image)
+        if options.keep == "copy":
+            stored_original = content
+        elif options.keep == "thumbnail":
+            stored_original = thumbnail(image)
     except DataError as fault:
         raise DataError(f"{name}: {fault}") from fault
     width, height = full_size(image)
     stamp = digest_of(content)
+    # The state of a file spares the next call reading a file that has not changed.
     if isinstance(original, Path) and item.stamp:
         stamp += f" {item.stamp}"
-    item = replace(item, original=stored_original, bytes=len(content), width=width, height=height)
-    return replace(item, stamp=stamp), inputs
+    item = replace(
+        item,
+        original=stored_original,
+        bytes=len(content),
+        width=width,
+        height=height,
+        stamp=stamp,
+    )
+    return item, inputs
 
 
 def arrays_of(

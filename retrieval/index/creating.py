@@ -134,6 +134,7 @@ def create_and_open(
                     local = _open_partial(partial, bundle, widths, structure, keep, plugins)
                     index = cls(partial, local, device=device)
                     built = _fill_index(index, named, adding, sync=True)
+                    # Only a finished index ever stands at `place`.
                     rename_whole(partial, place, replace=replace, exists_error=_exists_error(place))
                 # Not `BaseException`: the same command resumes what Ctrl-C leaves in the folder.
                 except Exception:
@@ -262,5 +263,6 @@ def _open_partial(
         shutil.rmtree(partial)
     else:
         partial.unlink(missing_ok=True)
+    # Without upkeep, nothing is merged meanwhile: `_fill_index` builds the structure once.
     create_local(partial, bundle, widths, structure=structure, keep=keep)
     return LocalStore(partial, plugins=plugins, upkeep=False)

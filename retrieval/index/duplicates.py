@@ -118,13 +118,16 @@ def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicat
 
 def _hash(item: Item) -> bytes:
     """Return a hash of the arrays on which an item's distances depend."""
-    code = item.arrays.get(CODE)
-    content = item.vector.tobytes() + (b"" if code is None else code.tobytes())
+    # A hash, because the arrays of all items need not fit into memory.
+    content = item.vector.tobytes()
+    if CODE in item.arrays:
+        content += item.arrays[CODE].tobytes()
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _widest(index: Index, ids: Sequence[str], largest: float) -> float:
     """Return the largest distance between items; `largest` is that between neighbours."""
+    # Items may have been deleted since their neighbours were measured.
     items = [item for item in index.store.get(ids, arrays=True).values() if item.arrays]
     if len(items) <= 2:
         return largest
@@ -157,7 +160,8 @@ def _neighbours(
     """
     bundle = index.bundle
     neighbours: list[tuple[list[str], float]] = [([], 0.0) for _ in items]
-    rows, count = list(range(len(items))), _FIRST_NEIGHBOURS  # the items to search for
+    rows = list(range(len(items)))  # the items to search for
+    count = _FIRST_NEIGHBOURS
     while rows:
         queries = np.stack([items[row].vector for row in rows])
         answers = index.store.propose(queries, count, bundle.sha256, filter=filter)
@@ -186,5 +190,7 @@ def _pages(index: Index, filter: Filter | None) -> Iterator[list[Item]]:
     while page := index.store.scan(filter, after=after, limit=_PAGE_ITEMS):
         after = page[-1].id
         items = index.store.get([item.id for item in page], arrays=True).values()
-        if embedded := [item for item in items if item.arrays]:
+        # A migration with `skip_bad` leaves items without arrays.
+        embedded = [item for item in items if item.arrays]
+        if embedded:
             yield embedded

@@ -173,6 +173,7 @@ def _item(table: str, row: dict[str, Any], plan: EmbeddingPlan) -> tuple[Source,
         raise DataError(f"{table} holds vectors of another bundle than the one that {PLAN} names.")
     try:
         metadata = strict_loads(text)
+        # The column holds bytes, because a file's name need not be UTF-8.
         if path is None:
             original = None
         else:
@@ -181,7 +182,8 @@ def _item(table: str, row: dict[str, Any], plan: EmbeddingPlan) -> tuple[Source,
         metadata = None
     if key is None or stamp is None or not isinstance(metadata, dict):
         raise DataError(f"{table} is damaged: a row of it does not describe an item.")
-    if problem := text_problem(key, label, metadata):
+    problem = text_problem(key, label, metadata)
+    if problem:
         raise DataError(f"{table}: {path_text(key[:100])}: {problem}.")
     return Source(key, label, original, metadata, recorded=stamp), tuple(sizes)
 
@@ -218,12 +220,12 @@ class Vectors:
 
         No item has a fault.
         """
-        missing = {source.key for source in sources}
+        missing = {source.id for source in sources}
         for batch, arrays in self._rows(list(self._index.generation.widths)):
             results: list[tuple[Item, str | None]] = []
             for row, (source, (size, width, height)) in enumerate(batch):
-                if source.key in missing:
-                    missing.remove(source.key)
+                if source.id in missing:
+                    missing.remove(source.id)
                     item = replace(
                         source.item(self._keep),
                         bytes=size,
@@ -257,11 +259,12 @@ def _refuse_unfit(folder: Path, plan: EmbeddingPlan, index: Index) -> None:
             f"{folder} holds vectors of the bundle {theirs}; this index has the bundle {ours}."
             " Embed the items with the index's bundle."
         )
-    if lacking := [name for name in index.generation.widths if name not in plan.widths]:
+    lacking = [name for name in index.generation.widths if name not in plan.widths]
+    if lacking:
+        option = ""
+        # A code comes with the bundle, features only if they are asked for.
         if lacking == [FEATURES]:
             option = " with --features"
-        else:
-            option = ""
         raise DataError(
             f"{folder} has no column '{lacking[0]}', which this index stores for each item. Embed"
             f" the items again{option}."
@@ -300,7 +303,9 @@ class VectorRows:
         self._plan = EmbeddingPlan.complete_in(folder)
         self.width = self._plan.widths[VECTOR]
         self.bundle = self._plan.bundle, self._plan.variant
-        self._starts = [0]  # number of the first row of each part, followed by that of rows
+        # Number of the first row of each part, followed by that of rows. A part's file lacks the
+        # items that cannot be used, so only the files say where the parts begin.
+        self._starts = [0]
         for number in range(self._plan.parts):
             with _part_table(self._folder, self._plan, number) as table:
                 self._starts.append(self._starts[-1] + table.count)
@@ -312,7 +317,8 @@ class VectorRows:
         """Return the labels in the order of the rows; raise a `DataError` if an item has none."""
         items = [item for batch, _ in rows(self._folder, self._plan, ()) for item, _ in batch]
         labels = [item.label for item in items if item.label is not None]
-        if missing := len(items) - len(labels):
+        missing = len(items) - len(labels)
+        if missing:
             raise DataError(
                 f"{missing:,} items of {self._folder} have no label, which the metrics compare."
             )

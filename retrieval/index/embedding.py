@@ -114,7 +114,7 @@ def embed_sources(
     widths = widths_of(bundle, features=bundle.features_width if features else None)
     with showing(progress):
         collected = collect(paths_of(sources), bundle.manifest.input.kind)
-        refuse_twice(item.key for item in collected.items)
+        refuse_twice(item.id for item in collected.items)
         count = len(collected.items)
         plan = EmbeddingPlan(
             bundle=bundle.sha256,
@@ -192,7 +192,7 @@ def _hash_of(sources: Sources) -> str:
         content = item.item().stamp
         if sources.features is not None:
             content = digest_of(sources.features[item.row].tobytes())
-        state = [item.key, item.label, dict(item.metadata), item.name, content]
+        state = [item.id, item.label, dict(item.metadata), item.name, content]
         total.update(json.dumps(state, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
     return total.hexdigest()
 
@@ -338,7 +338,7 @@ def write_part(
 ) -> BadItems:
     """Write a part atomically; return its items that cannot be used."""
     bad = [
-        {"key": source.key, "source": source.name[:2000], "fault": fault[:_FAULT_CHARACTERS]}
+        {"key": source.id, "source": source.name[:2000], "fault": fault[:_FAULT_CHARACTERS]}
         for source, (_, fault) in zip(part, results, strict=True)
         if fault is not None
     ]

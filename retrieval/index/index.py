@@ -85,6 +85,7 @@ class Index:
             self.identity = store.identity()
             self.generation = served_of(store.generations())
             self.bundle = self._bundle_of(self.generation)
+        # Ctrl-C included, because nobody else has the store and could close it.
         except BaseException:
             store.close()
             raise
@@ -118,6 +119,7 @@ class Index:
 
     def follow(self) -> Bundle:
         """Return the bundle of the generation that is served now; open it if it has changed."""
+        # Of several threads that notice a change, one opens the new bundle and the others wait.
         with self._lock:
             served = served_of(self.store.generations())
             if served.number != self.generation.number:
@@ -282,6 +284,7 @@ class Index:
                 if is_single:
                     return hits[0]
                 return hits
+            # The vectors of two bundles cannot be compared, so the queries are encoded once more.
             except Superseded:
                 attempts += 1
                 self.follow()

@@ -205,7 +205,9 @@ def _by_head(
     if not usable:
         return [], faults
     features = np.stack([item.arrays[FEATURES] for item in usable])
-    arrays = _apply_head(bundle, features) | ({FEATURES: features} if keep_features else {})
+    arrays = _apply_head(bundle, features)
+    if keep_features:
+        arrays[FEATURES] = features
     embedded = [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)]
     return embedded, faults
 
@@ -240,6 +242,7 @@ def _originals(index: Index, items: Sequence[Item]) -> Iterator[tuple[Item, str,
         original: Original | None = item.path
         if item.keep == "copy":
             original = index.store.original(item.id)
+        # At an address, only the request that reads a photo tells whether it is gone.
         elif item.path is not None and not address_of(item.path) and not item.path.is_file():
             original = DataError(f"{item.id}: its file {item.path} is gone.")
         if original is None:
@@ -279,7 +282,10 @@ def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     target = folder / "bundle"
     target.mkdir()
     (folder / "backbone" / split.backbone).rename(target / _BACKBONE)
-    encoder = manifest.variants[head.variant].file if head.variant else manifest.encoder
+    if head.variant:
+        encoder: str | None = manifest.variants[head.variant].file
+    else:
+        encoder = manifest.encoder
     assert encoder is not None  # a bundle of features is never split
     (folder / "head" / encoder).rename(target / _HEAD)
     rescorer = manifest.rescorer

@@ -92,7 +92,7 @@ class Source:
     """One item to encode: an image, or a row of the collected features.
 
     Attributes:
-        key: id of the item.
+        id: id of the item.
         label: label of the item, or `None`.
         path: path of the image, or of the file that holds the features. `None` for an item of a
             folder of embeddings that has no file of its own.
@@ -103,7 +103,8 @@ class Source:
         has_id: whether a table gives the id in a column of its own.
     """
 
-    key: str
+    # Files call it `key`: a column `id` of somebody's table may be metadata beside it.
+    id: str
     label: str | None
     path: Path | None
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -129,7 +130,7 @@ class Source:
             path = None
         else:
             path = self.path
-        return Item(self.key, self.label, self.metadata, path=path, stamp=stamp, keep=keep)
+        return Item(self.id, self.label, self.metadata, path=path, stamp=stamp, keep=keep)
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     for item in items:
         # A table may name a file under several ids, and each is an item. A file that folders or
         # tables without ids name again is the same item.
-        identity = (item.path, item.key)
+        identity = (item.path, item.id)
         if (identity if item.has_id else item.path) not in seen:
             unique.append(item)
         seen.update((item.path, identity))
@@ -247,10 +248,10 @@ def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
         else:
             label = root_name
         if prefix:
-            key = f"{root_name}/{inside}"
+            id = f"{root_name}/{inside}"
         else:
-            key = inside
-        items.append(Source(key, label, whole_path(path)))
+            id = inside
+        items.append(Source(id, label, whole_path(path)))
     return items, files.notes(folder)
 
 
@@ -326,14 +327,15 @@ def _table_item(table: Table, number: int, cells: dict[str, Any], first: int) ->
     is_image = table.content in cells
     if is_image and (not isinstance(path, str) or not path or "\0" in path):
         return "'path' is empty or is not a path"
-    key = path
+    id = path
     if table.key:
-        key = cells[table.key]
+        id = cells[table.key]
     elif not is_image:
         name = path_text(table.path.name)
-        key = f"{name.partition('.')[0] or name}/{number}"
-    if isinstance(key, bool) or not isinstance(key, str | int):
-        return f"'{table.key}' is {'empty' if key is None else 'neither text nor a whole number'}"
+        id = f"{name.partition('.')[0] or name}/{number}"
+    # A boolean is an integer in Python.
+    if isinstance(id, bool) or not isinstance(id, str | int):
+        return f"'{table.key}' is {'empty' if id is None else 'neither text nor a whole number'}"
     label = None
     if table.label:
         label = cells[table.label]
@@ -341,17 +343,19 @@ def _table_item(table: Table, number: int, cells: dict[str, Any], first: int) ->
         return "'label' is neither text nor a number"
     label = label_text(label)
     metadata = {name: _json_value(cells[name]) for name in table.metadata}
-    if problem := text_problem(str(key), label, metadata):
+    problem = text_problem(str(id), label, metadata)
+    if problem:
         return problem
     if is_image:
         file = whole_path(path_in(table.path.parent, path))
-        return Source(str(key), label, file, metadata, has_id=table.key is not None)
-    return Source(str(key), label, table.path, metadata, first + number)
+        return Source(str(id), label, file, metadata, has_id=table.key is not None)
+    return Source(str(id), label, table.path, metadata, first + number)
 
 
-def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:
+def text_problem(id: str, label: str | None, metadata: dict[str, Any]) -> str | None:
     """Return why an item cannot be stored (the words that follow "row 3: "), or `None`."""
-    if fault := check_id(key):
+    fault = check_id(id)
+    if fault:
         return fault
     try:
         length = len(metadata_text(metadata)) + len(metadata_text({"": label}))
@@ -398,7 +402,9 @@ def _features(places: list[Path]) -> Sources:
     items: list[Source] = []
     left_out: list[str] = []
     unique = dict.fromkeys(places)
-    count = width = 0
+    count = 0
+    width = 0
+    # A map of a file takes no memory; the file has no name, so it goes with the array.
     with tempfile.TemporaryFile() as file:
         for place in unique:
             for sources, features in _blocks(place, count, left_out):
@@ -499,6 +505,7 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats32]:
         )
         for row, (key, label) in enumerate(zip(keys, labels, strict=True))
     ]
+    # A number beyond float32 becomes infinite, and `_original` refuses its item alone.
     with np.errstate(over="ignore"):
         return items, features.astype(np.float32, copy=False)
 
@@ -537,5 +544,5 @@ def _original(source: Source, features: Floats32 | None) -> Original:
     if np.isfinite(row).all():
         return row
     return DataError(
-        f"{source.name}: the vector of {source.key} holds NaN, infinity or a number beyond float32."
+        f"{source.name}: the vector of {source.id} holds NaN, infinity or a number beyond float32."
     )

@@ -50,7 +50,7 @@ def items(file: Path) -> list[Source]:
 
 
 def indexed(file: Path) -> list[tuple[str, str | None]]:
-    return [(item.key, item.label) for item in items(file)]
+    return [(item.id, item.label) for item in items(file)]
 
 
 PLAIN = [(path, path.split("/")[1]) for path in PATHS]
@@ -129,10 +129,10 @@ def test_sides_and_roles_by_their_usual_names(folder):
 
 def test_the_column_id_is_an_items_id(folder):
     actual = items(written(folder, "Id,path,label,price", "p{n},{path},{label},{n}"))
-    assert [item.key for item in actual] == [f"p{n}" for n in range(6)]
+    assert [item.id for item in actual] == [f"p{n}" for n in range(6)]
     assert actual[3].metadata == {"price": 3}
     both = items(written(folder, "id,key,path", "p{n},k{n},{path}"))
-    assert both[1].key == "k1" and both[1].metadata == {"id": "p1"}
+    assert both[1].id == "k1" and both[1].metadata == {"id": "p1"}
 
 
 def test_several_spellings_of_a_number_are_reported(folder):

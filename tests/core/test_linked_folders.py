@@ -27,7 +27,7 @@ def found_by(folder: Path) -> dict[str, list[str]]:
     """The images below a folder, by each reader of folders."""
     return {
         "training": keys(folder),
-        "index": [item.key for item in collect([folder], "image").items],
+        "index": [item.id for item in collect([folder], "image").items],
         "push": [path.relative_to(folder).as_posix() for path, image in walk(folder) if image],
         "find_images": [p.relative_to(folder).as_posix() for p in find_images(folder).images],
     }
@@ -85,7 +85,7 @@ def test_a_linked_class_folder_keeps_the_name_of_the_link(photos):
     assert {item.label for item in collect([cats], "image").items} == {"cats"}
     both = collect([cats, photos], "image").items
     cats = [f"cats/{number}.png" for number in range(3)]
-    assert [item.key for item in both][:4] == [*cats, "photos/0/0.png"]
+    assert [item.id for item in both][:4] == [*cats, "photos/0/0.png"]
 
 
 def test_cycles_of_links_end(photos):

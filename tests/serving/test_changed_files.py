@@ -8,8 +8,9 @@ import makers
 import numpy as np
 import pytest
 from PIL import Image
+from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError
-from retrieval.index import migrating
+from retrieval.index import adding, duplicates as duplicates_module, migrating
 from retrieval.index.embedding import embed_sources
 from retrieval.index.index import create_index, open_index
 
@@ -181,3 +182,63 @@ def test_a_migration_while_items_change(album, keep, change, index, tmp_path, mo
     if change is added_again:
         (expected,) = index.bundle.encode_images([np.full((8, 8), 77, np.uint8)], progress=False)
         assert np.allclose(index.vector("b.bmp"), expected, atol=1e-6)
+
+
+def served_by(index, bundle):
+    """Return whether the vectors of all items are those of a bundle."""
+    items = index.get(list(index), arrays=True).values()
+    vectors = bundle.encode_images([item.path for item in items], progress=False)
+    return all(
+        np.allclose(item.vector, vector, atol=1e-6)
+        for item, vector in zip(items, vectors, strict=True)
+    )
+
+
+def test_an_add_that_a_migration_interrupts_counts_each_item_once(
+    album, index, tmp_path, monkeypatch
+):
+    other = makers.make_bundle(tmp_path / "other", seed=5)
+    overwrite(album / "a.bmp")
+    picture(album / "d.bmp", 3)
+    genuine = adding.embed
+
+    def interrupted(*arguments, **options):
+        monkeypatch.setattr(adding, "embed", genuine)
+        index.migrate(other, progress=False)
+        return genuine(*arguments, **options)  # by the bundle that was served before
+
+    monkeypatch.setattr(adding, "embed", interrupted)
+    assert counts(index.add(album, progress=False)) == (1, 1, 2, 0)
+    assert served_by(index, Bundle.open(other, threads=1))
+    assert counts(index.add(album, progress=False)) == (0, 0, 4, 0)
+
+
+def test_new_labels_that_meet_a_migration_keep_the_new_vectors(album, index, tmp_path, monkeypatch):
+    other = makers.make_bundle(tmp_path / "other", seed=5)
+    for id in ("a.bmp", "b.bmp"):
+        index.store.update(id, {"label": "x"}, index.bundle.sha256)
+    genuine = adding._rewrite
+
+    def interrupted(index, bundle, rewritten):
+        monkeypatch.setattr(adding, "_rewrite", genuine)
+        index.migrate(other, progress=False)
+        genuine(index, bundle, rewritten)
+
+    monkeypatch.setattr(adding, "_rewrite", interrupted)
+    assert counts(index.add(album, progress=False)) == (0, 2, 1, 0)
+    assert served_by(index, Bundle.open(other, threads=1))
+    assert {item.label for item in index.scan()} == {"album"}
+
+
+def test_duplicates_that_vanish_while_they_are_compared(index, monkeypatch):
+    (group,) = index.duplicates(2, progress=False)
+    genuine = duplicates_module._widest
+
+    def interrupted(index, ids, largest):
+        index.delete(ids)
+        return genuine(index, ids, largest)
+
+    monkeypatch.setattr(duplicates_module, "_widest", interrupted)
+    (vanished,) = index.duplicates(2, progress=False)
+    assert vanished.ids == group.ids == ("a.bmp", "b.bmp", "c.bmp")
+    assert vanished.widest == vanished.largest == group.largest and not len(index)
