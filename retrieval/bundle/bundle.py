@@ -191,6 +191,7 @@ class Bundle:
         """
 
         def write() -> None:
+            # The index that copies it has checked this manifest and no other.
             if manifest_text(self.path) != self._text:
                 raise BundleError(
                     f"The bundle {self.path} was changed while it was in use. Run the command"
@@ -246,6 +247,7 @@ class Bundle:
         It covers graph, weights and preprocessing. `None` if the encoder is a single graph or a
         variant runs.
         """
+        # Of a variant no split runs, so it has no features although the manifest names a backbone.
         if self._sessions.split is None:
             return None
         return self.manifest.backbone_sha256

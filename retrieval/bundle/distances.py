@@ -84,11 +84,8 @@ def merged_distances(
     differences = vectors.astype(np.float64) - query
     # `store.search.squared_distances` sums in the same order, so that a pair has the same distance
     # wherever it is measured.
-    squared = [
-        np.einsum("ij,ij->i", part, part)
-        for part in (differences[:, span] for span in columns_of_subspaces(subspaces))
-    ]
-    distances = np.sqrt(squared)
+    parts = [differences[:, span] for span in columns_of_subspaces(subspaces)]
+    distances = np.sqrt([np.einsum("ij,ij->i", part, part) for part in parts])
     if merge == "score":
         return best_score(distances, k, [space.weight for space in subspaces])
     nearest: Distances = distances.min(axis=0)
@@ -126,6 +123,7 @@ def best_score(distances: Floats, k: int, weights: Sequence[float]) -> Distances
     distances = np.asarray(distances, dtype=np.float64)
     best = np.full(distances.shape[1], np.inf)
     for row, weight in zip(distances, weights, strict=True):
+        # Of equal distances the earlier candidate counts, so a repeated search gives the same.
         nearest = np.argsort(row, kind="stable")[:k]
         least = row[nearest[0]]
         most = row[nearest[-1]]

@@ -102,6 +102,8 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int | None]
     end = len(message)
     while position < end:
         key, position = _varint(message, position)
+        # 0 is an integer, 2 a string or message, 1 and 5 are 64 and 32 bits. The others are groups,
+        # which ONNX does not use.
         kind = key & 7
         if kind == 0:
             number, position = _varint(message, position)
@@ -117,6 +119,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int | None]
             yield key >> 3, None
         else:
             raise IndexError
+    # A value of fixed length may have begun before the end and reach beyond it.
     if position > end:
         raise IndexError
 
@@ -130,5 +133,6 @@ def _varint(message: memoryview, position: int) -> tuple[int, int]:
         if byte < 128:
             return value, position
         shift += 7
+        # An integer has 64 bits; a hostile file might go on for ever.
         if shift > 63:
             raise IndexError

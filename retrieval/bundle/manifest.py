@@ -294,6 +294,7 @@ class Manifest(ManifestEntry):
 def checksum_of(content: dict[str, Any]) -> str:
     """Return the SHA-256 of a manifest's parsed JSON without its key "checksum"."""
     rest = {key: value for key, value in content.items() if key != "checksum"}
+    # Sorted and without spaces, so that the layout of the file does not matter.
     text = json.dumps(rest, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
@@ -316,6 +317,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     manifest = manifest.model_copy(update={"files": files, "checksum": None})
     # Older versions refuse unknown keys, so keys without a value are left out.
     left_out = {key for key in ("split", "probe") if getattr(manifest, key) is None}
+    # By way of JSON, because a reader computes it from the parsed file.
     checksum = checksum_of(json.loads(manifest.model_dump_json(exclude=left_out)))
     manifest = manifest.model_copy(update={"checksum": checksum})
     write_text(folder / FILE, manifest.model_dump_json(indent=2, exclude=left_out) + "\n")
@@ -450,6 +452,7 @@ def read_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, bytes
     contents = dict[str, bytes]()
     problems = []
     for name, record in files.items():
+        # A copy often lacks several files, so the message lists all faults at once.
         try:
             content = _read(folder, name, size=record.bytes)
             if hashlib.sha256(content).hexdigest() != record.sha256:
@@ -466,6 +469,7 @@ def read_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, bytes
 
 def _identity(path: Path) -> tuple[int, int]:
     """Return values that differ if another folder is at this path later."""
+    # Device and inode, because an export replaces the whole folder by renaming.
     status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{path} is not a folder")

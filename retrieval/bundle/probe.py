@@ -30,6 +30,7 @@ _ALLOWED_DRIFT = 1e-3  # of a variant, as 1 − cosine: processors saturate int8
 
 
 def _checked(text: str) -> str:
+    # A manifest may come from anyone.
     try:
         size = len(binascii.a2b_base64(text.encode("ascii"), strict_mode=True))
     except (UnicodeEncodeError, binascii.Error):
@@ -135,6 +136,7 @@ def probe_fault(bundle: Bundle) -> str | None:
         vector = bundle.encode(input_of(pattern, shape)).vector[0].astype(np.float64)
     except DataError:
         return "The model is broken: it embeds the bundle's probe as NaN or infinity."
+    # A vector of zeros has no length to divide by.
     length = float(np.linalg.norm(expected)) or 1.0
     if variant is None:  # the limit is the tolerance of the comparison with torch
         apart = float(np.abs(expected - vector).max()) / length
