@@ -191,7 +191,7 @@ class Bundle:
         """
 
         def write() -> None:
-            # The index that copies it has checked this manifest and no other.
+            # The SHA-256 of this manifest is recorded in the index that gets the copy.
             if manifest_text(self.path) != self._text:
                 raise BundleError(
                     f"The bundle {self.path} was changed while it was in use. Run the command"
@@ -247,7 +247,7 @@ class Bundle:
         It covers graph, weights and preprocessing. `None` if the encoder is a single graph or a
         variant runs.
         """
-        # Of a variant no split runs, so it has no features although the manifest names a backbone.
+        # A variant is one graph and returns no features, even if the manifest names a backbone.
         if self._sessions.split is None:
             return None
         return self.manifest.backbone_sha256
