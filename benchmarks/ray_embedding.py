@@ -17,12 +17,12 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 from PIL import Image
+from retrieval.base.progress import Progress
 from retrieval.helpers import read_idx
-from retrieval.index.embedding import Embedding, embed_sources
+from retrieval.index.embedding import Embedding, EmbeddingOptions, embed_sources
 
 from bench import FASHION, Row, arguments, finish, machine, page, versions
 
@@ -81,9 +81,10 @@ def measured(bundle: Path, count: int, folder: Path) -> Row:
     photos = folder / "photos"
     write_photos(photos, count)
 
-    def embedded(name: str, **options: Any) -> tuple[Embedding, float]:
+    def embedded(name: str, progress: Progress, ray: str | None = None) -> tuple[Embedding, float]:
         began = time.perf_counter()
-        done = embed_sources(bundle, photos, folder / name, device="cpu", **options)
+        options = EmbeddingOptions(ray=ray, device="cpu")
+        done = embed_sources(bundle, photos, folder / name, options, progress=progress)
         return done, time.perf_counter() - began
 
     alone, alone_seconds = embedded("alone", progress=False)

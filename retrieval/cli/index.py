@@ -671,10 +671,10 @@ def embed_command(
     take the folder in place of images. bad.jsonl lists items that cannot be used. To resume after
     an interruption or a kill, run the same command again: finished files are kept.
     """
-    from retrieval.index.embedding import embed_sources
+    from retrieval.index.embedding import EmbeddingOptions, embed_sources
 
     try:
-        done = embed_sources(bundle, list(sources), output=output, **settings)
+        done = embed_sources(bundle, list(sources), output, EmbeddingOptions(**settings))
     except KeyboardInterrupt:
         say(f"Finished files are kept in {output}. Go on with: {this_command()}", err=True)
         raise

@@ -69,17 +69,33 @@ class Embedding:
     seconds: float
 
 
+@dataclass(frozen=True)
+class EmbeddingOptions:
+    """Options of `embed_sources`.
+
+    Attributes:
+        features: also write the backbone's features. The bundle must be split into backbone and
+            head, or take features.
+        batch_size: number of items per batch. `None` is that of the folder to complete, or 32.
+        ray: embed on a Ray cluster: HOST:PORT of its head, or "auto" on one of its nodes. All nodes
+            must share the bundle, the sources and the output.
+        variant, limits, device: see `Index.create`.
+    """
+
+    features: bool = False
+    batch_size: int | None = None
+    ray: str | None = None
+    variant: str | None = None
+    limits: Limits | None = None
+    device: Device = "auto"
+
+
 def embed_sources(
     bundle: StrPath | Bundle,
     sources: StrPath | Sequence[StrPath],
     output: StrPath,
+    options: EmbeddingOptions = EmbeddingOptions(),
     *,
-    variant: str | None = None,
-    features: bool = False,
-    batch_size: int | None = None,
-    limits: Limits | None = None,
-    device: Device = "auto",
-    ray: str | None = None,
     progress: Progress = True,
 ) -> Embedding:
     """Embed items into a folder of Parquet files.
@@ -90,12 +106,8 @@ def embed_sources(
         bundle: a bundle, or its folder.
         sources: see `retrieval.index.sources.collect`.
         output: the folder to write, or to complete if it holds parts of the same items.
-        features: also write the backbone's features. The bundle must be split into backbone and
-            head, or take features.
-        batch_size: number of items per batch. `None` is that of the folder to complete, or 32.
-        ray: embed on a Ray cluster: HOST:PORT of its head, or "auto" on one of its nodes. All nodes
-            must share the bundle, the sources and the output.
-        variant, limits, device, progress: see `Index.create`.
+        options: how to embed them.
+        progress: see `Index.create`.
 
     Raises:
         DataError: there are no items, an id is used twice, no item can be used, the folder
@@ -105,13 +117,14 @@ def embed_sources(
     """
     began = time.monotonic()
     pyarrow()
+    batch_size = options.batch_size
     if batch_size is not None:
         batch_size = at_least_one("batch_size", batch_size)
     if not isinstance(bundle, Bundle):
-        bundle = Bundle.open(bundle, variant=variant, device=device)
+        bundle = Bundle.open(bundle, variant=options.variant, device=options.device)
     folder = Path(output).absolute()
-    limits = limits or Limits()
-    widths = widths_of(bundle, features=bundle.features_width if features else None)
+    limits = options.limits or Limits()
+    widths = widths_of(bundle, features=bundle.features_width if options.features else None)
     with showing(progress):
         collected = collect(paths_of(sources), bundle.manifest.input.kind)
         refuse_twice(item.id for item in collected.items)
@@ -135,8 +148,8 @@ def embed_sources(
                 write_text(folder / PLAN, plan.text(), DataError)
             embedder = _PartEmbedder(bundle, folder, plan, limits)
             embedded: _EmbedParts = partial(map, embedder)
-            if ray is not None:
-                embedded = partial(_embed_on_cluster, ray, embedder, device)
+            if options.ray is not None:
+                embedded = partial(_embed_on_cluster, options.ray, embedder, options.device)
             bad, resumed = _embed_missing(folder, plan, collected, embedded)
     return Embedding(
         output=folder,

@@ -48,12 +48,13 @@ def test_metrics_equal_those_of_evaluate_for_any_block_size(block):
 
 def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_path):
     pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
-    from retrieval.index.embedding import embed_sources
+    from retrieval.index.embedding import EmbeddingOptions, embed_sources
 
     makers.write_digits(tmp_path / "photos", 150)
     bundle = makers.make_bundle(tmp_path / "bundle")
     (tmp_path / "photos" / "0" / "bad.png").write_bytes(b"no")
-    embed_sources(bundle, tmp_path / "photos", tmp_path / "v", batch_size=8, progress=False)
+    options = EmbeddingOptions(batch_size=8)
+    embed_sources(bundle, tmp_path / "photos", tmp_path / "v", options, progress=False)
     tables = [pq.read_table(path) for path in sorted((tmp_path / "v").glob("*.parquet"))]
     codes = np.concatenate([np.array(one["vector"].to_pylist(), np.float32) for one in tables])
     labels = [label for one in tables for label in one["label"].to_pylist()]
@@ -65,14 +66,14 @@ def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_pat
     assert "150 queries" in shown.out
     assert "Leave --clusters out" in cli("evaluate", tmp_path / "v", "--clusters").err
 
-    embed_sources(bundle, tmp_path / "photos" / "1", tmp_path / "q", batch_size=8, progress=False)
+    embed_sources(bundle, tmp_path / "photos" / "1", tmp_path / "q", options, progress=False)
     found = evaluate_vectors(tmp_path / "q", gallery=tmp_path / "v", progress=False)
     assert found.gallery == 150 and found.values["recall_at_1"] == 1.0  # each finds itself
-    embed_sources(bundle, tmp_path / "photos" / "2", tmp_path / "r", batch_size=8, progress=False)
+    embed_sources(bundle, tmp_path / "photos" / "2", tmp_path / "r", options, progress=False)
     unanswered = cli("evaluate", tmp_path / "q", "--gallery", tmp_path / "r", "--json")
     assert unanswered.code == 2 and "can be a query, so there is no score" in unanswered.err
     other = makers.make_bundle(tmp_path / "other", seed=9)
-    embed_sources(other, tmp_path / "photos" / "1", tmp_path / "w", batch_size=8, progress=False)
+    embed_sources(other, tmp_path / "photos" / "1", tmp_path / "w", options, progress=False)
     with pytest.raises(DataError, match="vectors of two bundles"):
         evaluate_vectors(tmp_path / "w", gallery=tmp_path / "v", progress=False)
 

@@ -20,7 +20,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError
 from retrieval.host.processes import Cluster, refuse_node
 from retrieval.index import embedding
-from retrieval.index.embedding import embed_sources
+from retrieval.index.embedding import EmbeddingOptions, embed_sources
 from retrieval.index.index import create_index, open_index
 
 pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
@@ -32,8 +32,9 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(embedding, "_SMALLEST_PART", 30)
 
 
-def embedded(bundle: Path, sources: list[Path], folder: Path, **options):
-    return embed_sources(bundle, sources, folder, **{"batch_size": 8, "progress": False, **options})
+def embedded(bundle: Path, sources: list[Path], folder: Path, progress=False, **options):
+    settings = EmbeddingOptions(**{"batch_size": 8, **options})
+    return embed_sources(bundle, sources, folder, settings, progress=progress)
 
 
 def whole(folder: Path) -> dict[str, list]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from retrieval.errors import DataError
 from retrieval.index import embedding
-from retrieval.index.embedding import embed_sources
+from retrieval.index.embedding import EmbeddingOptions, embed_sources
 
 from retrieval_ray.cluster import RayCluster
 
@@ -82,11 +82,15 @@ def test_a_folder_begun_here_is_completed_on_a_cluster_and_a_killed_process_cost
             killed.append(embedders()[0])
             os.kill(killed[0], signal.SIGKILL)
 
-    alone = embed_sources(bundle, album, tmp_path / "alone", batch_size=4, progress=False)
+    alone = embed_sources(
+        bundle, album, tmp_path / "alone", EmbeddingOptions(batch_size=4), progress=False
+    )
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        embed_sources(bundle, album, out, batch_size=4, progress=stop)
-    done = embed_sources(bundle, album, out, batch_size=4, ray=address, progress=kill)
+        embed_sources(bundle, album, out, EmbeddingOptions(batch_size=4), progress=stop)
+    done = embed_sources(
+        bundle, album, out, EmbeddingOptions(batch_size=4, ray=address), progress=kill
+    )
     assert (
         killed
         and killed[0] not in embedders()
@@ -104,7 +108,9 @@ def test_an_error_on_a_node_is_a_sentence(photos, makers, address, tmp_path, mon
     bundle = makers.make_bundle(tmp_path / "b")
     monkeypatch.setattr(embedding, "installed_version", lambda: "9.9")
     with pytest.raises(DataError, match=r"^Node .* needs version 9\.9 of embedding-retrieval"):
-        embed_sources(bundle, photos, tmp_path / "out", ray=address, progress=False)
+        embed_sources(
+            bundle, photos, tmp_path / "out", EmbeddingOptions(ray=address), progress=False
+        )
 
 
 def test_an_item_that_crashes_its_process_ends_the_work(address):

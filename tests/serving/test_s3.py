@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from retrieval.errors import DataError, ServerError
 from retrieval.images.decoding import Limits, decode
-from retrieval.index.embedding import embed_sources
+from retrieval.index.embedding import EmbeddingOptions, embed_sources
 
 fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")
 pytest.importorskip("s3fs", reason="s3fs is not installed")
@@ -48,12 +48,12 @@ def test_a_bucket_is_embedded_like_a_folder(bucket, photos, bundle_path, tmp_pat
     bucket.pipe("photos/album/1/empty.png", b"")
     bucket.pipe("photos/album/1/large.png", bytes(3000))
     (tmp_path / "album").symlink_to(photos)
-    limits = Limits(bytes=2000)
+    options = EmbeddingOptions(limits=Limits(bytes=2000))
     here = embed_sources(
-        bundle_path, tmp_path / "album", tmp_path / "here", limits=limits, progress=False
+        bundle_path, tmp_path / "album", tmp_path / "here", options, progress=False
     )
     there = embed_sources(
-        bundle_path, "s3://photos/album", tmp_path / "there", limits=limits, progress=False
+        bundle_path, "s3://photos/album", tmp_path / "there", options, progress=False
     )
     assert (there.items, there.bad) == (here.items, 2)
     bad = (tmp_path / "there" / "bad.jsonl").read_text()
@@ -66,14 +66,12 @@ def test_a_bucket_is_embedded_like_a_folder(bucket, photos, bundle_path, tmp_pat
     ]
     assert tables[0].equals(tables[1])
     again = embed_sources(
-        bundle_path, "s3://photos/album", tmp_path / "there", limits=limits, progress=False
+        bundle_path, "s3://photos/album", tmp_path / "there", options, progress=False
     )
     assert again.resumed == again.items + again.bad
     bucket.pipe("photos/album/1/large.png", bytes(100))
     with pytest.raises(DataError, match="differs in the sources"):
-        embed_sources(
-            bundle_path, "s3://photos/album", tmp_path / "there", limits=limits, progress=False
-        )
+        embed_sources(bundle_path, "s3://photos/album", tmp_path / "there", options, progress=False)
 
 
 def test_what_is_not_there_is_a_sentence(bucket, monkeypatch):
