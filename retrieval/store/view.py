@@ -173,6 +173,8 @@ def append_rows(
         return
     g = generation.number
     ((stem, rows),) = ask(connection, "select stem, rows from generations where g = ?", (g,))
+    # With a sync of the files, a write of one item is 1.4 to 1.8 times as dear: 5.3 against 3.8 ms
+    # at best, and 27 against 15 ms at the median of a busy machine.
     sync = 4 * len(numbers) * sum(generation.widths.values()) > _SMALL_BYTES
     # A large append syncs the files anyway, so the copies of earlier rows can go.
     if sync or (value(connection, "select max(n) from unsynced") or 0) >= _UNSYNCED:
