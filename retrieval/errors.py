@@ -146,7 +146,11 @@ def printable_json(value: object, **format: Any) -> str:
     return re.sub(r"[^\n -~]", escaped, json.dumps(value, ensure_ascii=False, **format))
 
 
-def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
+def listed(
+    what: str,
+    problems: Sequence[str],
+    shown: int = 10,
+) -> str:
     """Return a single problem as one sentence, or several as a list of the first `shown`.
 
     Args:

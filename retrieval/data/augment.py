@@ -108,11 +108,19 @@ class Changes:
     table: Augmentation
     transforms: tuple[Transform, ...] = ()
 
-    def draw(self, seed: int, epoch: int, batch: int, size: int) -> Draws:
+    def draw(
+        self,
+        seed: int,
+        epoch: int,
+        batch: int,
+        size: int,
+    ) -> Draws:
         """Return the draws that determine the changes to a batch of `size` rows."""
         key = [seed % 2**64, epoch, batch]
-        uniform = np.random.default_rng([*key, _UNIFORM_KEY]).random((size, _DRAWS))
-        return Draws(uniform, np.random.default_rng([*key, _SEEDS_KEY]).integers(2**62, size=size))
+        for_uniform = np.random.default_rng([*key, _UNIFORM_KEY])
+        for_seeds = np.random.default_rng([*key, _SEEDS_KEY])
+        uniform = for_uniform.random((size, _DRAWS))
+        return Draws(uniform, for_seeds.integers(2**62, size=size))
 
     def crop(self, image: Image, preprocessing: Preprocessing, draws: Draws) -> Pixels:
         """Return a random crop of an image at the encoder's input size (channels, H, W)."""
@@ -187,7 +195,11 @@ class Mix:
 
     @classmethod
     def drawn(
-        cls, table: Augmentation, key: tuple[int, int, int], size: int, shape: tuple[int, int]
+        cls,
+        table: Augmentation,
+        key: tuple[int, int, int],
+        size: int,
+        shape: tuple[int, int],
     ) -> Mix | None:
         """Draw the mix of a batch of `size` images; return None if the table asks for none.
 
@@ -195,7 +207,8 @@ class Mix:
         """
         if table.mix is None:
             return None
-        random = np.random.default_rng([key[0] % 2**64, *key[1:], _MIX_KEY])
+        seed, epoch, batch = key
+        random = np.random.default_rng([seed % 2**64, epoch, batch, _MIX_KEY])
         weight = float(random.beta(table.mix_alpha, table.mix_alpha))
         partner = random.permutation(size)
         if table.mix == "mixup":
@@ -206,11 +219,14 @@ class Mix:
         for length, centre in zip(shape, random.random(2).tolist(), strict=True):
             middle = int(centre * length)
             half = int(side * length) // 2
-            spans.append(slice(max(0, middle - half), min(length, middle + half)))
+            start = max(0, middle - half)
+            stop = min(length, middle + half)
+            spans.append(slice(start, stop))
         rows, columns = spans
-        area = (rows.stop - rows.start) * (columns.stop - columns.start)
+        box_height = rows.stop - rows.start
+        box_width = columns.stop - columns.start
         # The image's edge may cut the box, so the labels' weight follows from the true area.
-        weight = 1 - area / (shape[0] * shape[1])
+        weight = 1 - box_height * box_width / math.prod(shape)
         return cls(partner, weight, (rows, columns))
 
     def mixed(self, images: Pixels, partners: Pixels) -> Pixels:
@@ -242,10 +258,16 @@ class MixedLabels:
     def __len__(self) -> int:
         return len(self.own)
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
+    def to(
+        self,
+        device: torch.device,
+        *,
+        non_blocking: bool = False,
+    ) -> Self:
         """Return the labels on a device."""
         own = self.own.to(device, non_blocking=non_blocking)
-        return replace(self, own=own, other=self.other.to(device, non_blocking=non_blocking))
+        other = self.other.to(device, non_blocking=non_blocking)
+        return replace(self, own=own, other=other)
 
     def pin_memory(self) -> Self:
         """Return the labels in pinned memory, which a GPU copies asynchronously."""
@@ -287,7 +309,11 @@ class Drawing(TorchFunctionMode):
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
     ) -> Any:
         """Call a torch function, with this object's generator if the function draws."""
         kwargs = kwargs or {}

@@ -78,13 +78,15 @@ def frozen_features(
         # The batch size and the device count, because they change how torch rounds.
         device_type = torch.device(device).type
         key = [_FORMAT, fingerprint, repr(preprocessing), identity, batch_size, device_type, width]
-        entry = cache_folder() / "features" / checksum(json.dumps(key).encode()).hex()
+        name = checksum(json.dumps(key).encode()).hex()
+        entry = cache_folder() / "features" / name
 
     def compute(items: Ints) -> Iterator[Floats32]:
         try:
             for x in inputs(dataset, items, preprocessing, batch_size):
                 with torch.no_grad():
-                    yield backbone_features(x.to(device)).float().cpu().numpy()
+                    features = backbone_features(x.to(device))
+                yield features.float().cpu().numpy()
         except OSError as error:  # from the dataset, not from the cache
             raise DataError(f"An item of the dataset cannot be read: {error}.") from error
 
@@ -146,7 +148,8 @@ def _fill(
     """Compute an entry's missing and damaged blocks."""
     row_bytes = 4 * width
     starts = range(0, len(dataset), batch_size)
-    blocks = [np.arange(start, min(start + batch_size, len(dataset))) for start in starts]
+    items = np.arange(len(dataset))
+    blocks = [items[start : start + batch_size] for start in starts]
     features_file = folder / "features.f32"
     sums_file = folder / "sums"
     for path in (features_file, sums_file):
@@ -188,7 +191,12 @@ def _fill(
         os.fsync(data.fileno())
 
 
-def _check(features: Floats32, items: Ints, width: int, dataset: Dataset) -> None:
+def _check(
+    features: Floats32,
+    items: Ints,
+    width: int,
+    dataset: Dataset,
+) -> None:
     if features.shape != (len(items), width):
         raise DataError(
             f"The backbone gave features of shape {features.shape}, not {(len(items), width)}."
@@ -214,7 +222,8 @@ def dataset_identity(dataset: Dataset) -> str | None:
         # Hash in blocks, because a memory-mapped array may not fit in memory.
         rows = max(1, (1 << 24) // max(1, array[:1].nbytes))
         for start in range(0, len(array), rows):
-            digest.update(np.ascontiguousarray(array[start : start + rows]).data.cast("B"))
+            block = np.ascontiguousarray(array[start : start + rows])
+            digest.update(block.data.cast("B"))
         return digest.hexdigest()
     files = getattr(dataset, "files", None)
     if files is None:

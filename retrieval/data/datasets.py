@@ -116,7 +116,7 @@ class ArrayDataset(Dataset):
         self.kind = kind
         self.arrays: Array = arrays
         self.labels = labels
-        self.keys = [str(i) for i in range(len(arrays))] if keys is None else keys
+        self.keys = list(map(str, range(len(arrays)))) if keys is None else keys
         self.splits = splits
         self.roles = roles
         self.metadata = metadata
@@ -361,7 +361,12 @@ def _columns(dataset: Dataset, faults: list[str]) -> dict[str, Any]:
     return columns
 
 
-def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> list[str]:
+def _texts(
+    column: Sequence[Any],
+    field: str,
+    what: str,
+    faults: list[str],
+) -> list[str]:
     """Return a column as text; add to `faults` if entries are neither text nor whole numbers."""
     texts = [_text(value) for value in column]
     rows = [number for number, text in enumerate(texts) if text is None]
@@ -447,7 +452,8 @@ def _rows_not_finite(dataset: Dataset) -> list[int]:
     rows: list[int] = []
     if dataset.kind == "features" and dataset.arrays is not None:
         for start in range(0, len(dataset.arrays), _ROWS):
-            finite = np.isfinite(dataset.arrays[start : start + _ROWS]).all(axis=1)
+            vectors = dataset.arrays[start : start + _ROWS]
+            finite = np.isfinite(vectors).all(axis=1)
             rows += (start + np.flatnonzero(~finite)).tolist()
     return rows
 

@@ -70,7 +70,8 @@ def encode(
                 batch_size,
                 raw=raw,
             ):
-                embeddings.append(_forward(model, chunk.to(device), from_features).float().cpu())
+                codes = _forward(model, chunk.to(device), from_features)
+                embeddings.append(codes.float().cpu())
                 meter.update(len(chunk))
     finally:
         model.channels_last = channels_last
@@ -94,10 +95,16 @@ def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
 def pixels(dataset: Dataset, indices: Ints, model: Model) -> Tensor:
     """Return the raw inputs of N items as unit vectors (N, values), a baseline without training."""
     chunks = inputs(dataset, indices, model.preprocessing, batch_size=256)
-    return nn.functional.normalize(torch.cat([x.flatten(1).float() for x in chunks]), dim=1)
+    rows = torch.cat([chunk.flatten(1).float() for chunk in chunks])
+    return nn.functional.normalize(rows, dim=1)
 
 
-def encode_images(model: Model, images: Any, batch_size: int, progress: Progress) -> Floats32:
+def encode_images(
+    model: Model,
+    images: Any,
+    batch_size: int,
+    progress: Progress,
+) -> Floats32:
     """Return the vectors that a bundle of the model would return for images or rows."""
     dataset: Dataset
     if model.preprocessing is None:

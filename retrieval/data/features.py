@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
@@ -43,7 +44,10 @@ COMPARED_ITEMS = 8
 
 
 def backbone_features(
-    model: Model, dataset: Dataset, device: torch.device, batch_size: int
+    model: Model,
+    dataset: Dataset,
+    device: torch.device,
+    batch_size: int,
 ) -> ArrayDataset:
     """Return the features of every item, from the cache or computed now, as a dataset."""
     what = f"The backbone {type(model.backbone).__name__}"
@@ -71,7 +75,11 @@ def backbone_features(
 
 
 def _features(
-    model: Model, dataset: Dataset, device: torch.device, batch_size: int, what: str
+    model: Model,
+    dataset: Dataset,
+    device: torch.device,
+    batch_size: int,
+    what: str,
 ) -> Floats32:
     """Return features (N, F), computed by ONNX Runtime if possible, else by torch."""
 
@@ -109,7 +117,8 @@ def runtime_for(model: Model, dataset: Dataset, device: torch.device) -> str | N
     """
     if model.preprocessing is None or device.type != "cpu":
         return None
-    if len(dataset) * int(np.prod(model.preprocessing.shape)) < LEAST:
+    values = len(dataset) * math.prod(model.preprocessing.shape)
+    if values < LEAST:
         return None
     runtimes = installed_packages(ONNXRUNTIME)
     # Two packages of ONNX Runtime overwrite each other's files, so neither can be trusted.
@@ -132,7 +141,7 @@ class OnnxBackbone:
         self._dataset = dataset
         self._shape = model.preprocessing.shape
         self._session: Any = None
-        fitting = _MOST_VALUES // int(np.prod(self._shape))
+        fitting = _MOST_VALUES // math.prod(self._shape)
         self._rows = max(1, min(_MOST_IMAGES, fitting))
 
     def __call__(self, pixels: Tensor) -> Tensor:
@@ -143,7 +152,8 @@ class OnnxBackbone:
         """
         if self._session is None:
             self._session = self._agreed()
-        return torch.from_numpy(self._run(self._session, pixels.numpy(), self._rows))
+        features = self._run(self._session, pixels.numpy(), self._rows)
+        return torch.from_numpy(features)
 
     def _run(self, session: Any, pixels: Array, size: int) -> Floats32:
         """Return the features of images, `size` at a time; black images fill up each run."""
@@ -166,7 +176,8 @@ class OnnxBackbone:
 
         graph.check_size(self._model)
         raw = RawInputs(self._dataset, self._model.preprocessing, budget=0)
-        samples = raw.batch(evenly_spaced(np.arange(len(self._dataset)), COMPARED_ITEMS))
+        items = np.arange(len(self._dataset))
+        samples = raw.batch(evenly_spaced(items, COMPARED_ITEMS))
         signature = graph.Signature(
             {"input": (self._rows, *self._shape)},
             {"features": (self._rows, self._model.backbone.features)},
@@ -207,7 +218,8 @@ def fingerprint(backbone: Backbone) -> str:
         for part in _parts({path: dict(attributes)}):
             digest.update(part)
     # Buffers that are not persistent are missing in the `state_dict`, and change features too.
-    for part in _parts({**dict(backbone.named_buffers()), **backbone.state_dict()}):
+    tensors = {**dict(backbone.named_buffers()), **backbone.state_dict()}
+    for part in _parts(tensors):
         digest.update(part)
     return digest.hexdigest()
 
@@ -220,7 +232,9 @@ def _parts(value: Any) -> Iterator[bytes]:
     """Yield bytes that identify a value and are the same in every process."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)} ".encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        # As bytes, because NumPy has no bfloat16.
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        yield flat.view(torch.uint8).numpy().tobytes()
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         yield f"{value.dtype} {value.shape} ".encode()
         yield value.tobytes()

@@ -62,7 +62,10 @@ class RawInputs:
     """
 
     def __init__(
-        self, dataset: Dataset, preprocessing: Preprocessing | None, budget: int = BUDGET
+        self,
+        dataset: Dataset,
+        preprocessing: Preprocessing | None,
+        budget: int = BUDGET,
     ) -> None:
         if dataset.kind == "features" and preprocessing is not None:
             raise DataError(
@@ -200,7 +203,12 @@ class ClassBalanced(BatchSampler):
         check_classes(items)
         return items.batches
 
-    def draw(self, items: TrainingItems, epoch: int, random: np.random.RandomState) -> list[Ints]:
+    def draw(
+        self,
+        items: TrainingItems,
+        epoch: int,
+        random: np.random.RandomState,
+    ) -> list[Ints]:
         """Return the batches of an epoch."""
         by_class = rows_by_class(items.labels)
         # Shuffling the list of arrays gives the same order but takes five times as long.
@@ -208,7 +216,8 @@ class ClassBalanced(BatchSampler):
         drawn = []
         for _ in range(items.batches):
             random.shuffle(numbers)
-            drawn.append(rows_of([by_class[i] for i in numbers[: items.classes]], items, random))
+            chosen = [by_class[number] for number in numbers[: items.classes]]
+            drawn.append(rows_of(chosen, items, random))
         return drawn
 
 
@@ -225,12 +234,16 @@ def check_classes(items: TrainingItems) -> None:
 def rows_by_class(labels: Ints) -> list[Ints]:
     """Return the positions of each class's items, with the classes in order of appearance."""
     by_class = np.argsort(labels, kind="stable")
-    firsts = np.flatnonzero(np.diff(labels[by_class], prepend=labels.min() - 1))
-    rows = np.split(by_class, firsts[1:])
+    starts = np.flatnonzero(np.diff(labels[by_class])) + 1
+    rows = np.split(by_class, starts)
     return sorted(rows, key=lambda of_class: int(of_class[0]))
 
 
-def rows_of(classes: Sequence[Ints], items: TrainingItems, random: np.random.RandomState) -> Ints:
+def rows_of(
+    classes: Sequence[Ints],
+    items: TrainingItems,
+    random: np.random.RandomState,
+) -> Ints:
     """Return M random rows of each class, repeated only if a class has fewer."""
     return np.concatenate(
         [random.choice(rows, items.rows, replace=len(rows) < items.rows) for rows in classes]
@@ -273,7 +286,10 @@ class TorchBatches(BatchSampler):
         return count // self._size
 
     def draw(
-        self, items: TrainingItems, epoch: int, random: np.random.RandomState
+        self,
+        items: TrainingItems,
+        epoch: int,
+        random: np.random.RandomState,
     ) -> list[list[int]]:
         """Return the batches of an epoch."""
         # A sampler with a state of its own can only go forward.
@@ -311,10 +327,16 @@ def _seeded(seed: int) -> Iterator[None]:
 def _random_of(seed: int, epoch: int) -> np.random.RandomState:
     """Return the generator from which an epoch's batches are drawn."""
     # The number of the epoch is part of the seed, so a resumed run draws any epoch at once.
-    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
+    sequence = np.random.SeedSequence([seed % 2**64, epoch])
+    return np.random.RandomState(np.random.MT19937(sequence))
 
 
-def as_batch_sampler(sampler: Any, name: str, seed: int, size: int = 64) -> BatchSampler:
+def as_batch_sampler(
+    sampler: Any,
+    name: str,
+    seed: int,
+    size: int = 64,
+) -> BatchSampler:
     """Return the result of a sampler's factory as a `BatchSampler`.
 
     `size` is the size of a batch, if the sampler draws single items and has no `batch_size`.
@@ -335,10 +357,13 @@ def as_batch_sampler(sampler: Any, name: str, seed: int, size: int = 64) -> Batc
 
 
 def training_items(
-    table: Sampler, labels: Ints, metadata: Sequence[Mapping[str, Any]] | None
+    table: Sampler,
+    labels: Ints,
+    metadata: Sequence[Mapping[str, Any]] | None,
 ) -> TrainingItems:
     """Return the input of a sampler: the training items, and the sizes that `[sampler]` sets."""
-    batches = table.batches or max(1, len(labels) // (table.classes * table.items))
+    batch_size = table.classes * table.items
+    batches = table.batches or max(1, len(labels) // batch_size)
     return TrainingItems(labels, metadata, table.classes, table.items, batches)
 
 
@@ -426,12 +451,16 @@ class BatchMaker:
         rows = np.arange(len(job.items))[job.share]
         mix = self.mix(job)
         if mix is None:
-            return torch.from_numpy(self.raw.changed(job.items[rows], self.changes, draws[rows]))
+            pixels = self.raw.changed(job.items[rows], self.changes, draws[rows])
+            return torch.from_numpy(pixels)
         # A partner may lie in another process's share, and is then made here too.
         partners = mix.partner[rows]
-        needed, position = np.unique(np.concatenate([rows, partners]), return_inverse=True)
-        pixels = self.raw.changed(job.items[needed], self.changes, draws[needed])[position]
-        return torch.from_numpy(mix.mixed(pixels[: len(rows)], pixels[len(rows) :]))
+        both = np.concatenate([rows, partners])
+        needed, position = np.unique(both, return_inverse=True)
+        changed = self.raw.changed(job.items[needed], self.changes, draws[needed])
+        pixels = changed[position]
+        mixed = mix.mixed(pixels[: len(rows)], pixels[len(rows) :])
+        return torch.from_numpy(mixed)
 
     def mix(self, job: LoadingJob) -> Mix | None:
         """Return how the images of the job's batch are mixed, or None."""

@@ -76,7 +76,12 @@ def as_dataset(
     if isinstance(obj, Dataset):
         return obj
     name = name or f"The dataset of type {type(obj).__name__}"
-    options: dict[str, Any] = {"image": image, "label": label, "split": split, "metadata": metadata}
+    options: dict[str, Any] = {
+        "image": image,
+        "label": label,
+        "split": split,
+        "metadata": metadata,
+    }
     if isinstance(obj, Mapping):
         parts = {k: as_dataset(v, **options, name=f"{name}, {k}") for k, v in obj.items()}
         dataset = _joined(parts, name)
@@ -135,7 +140,7 @@ class ItemDataset(Dataset):
         self.splits = splits
         self.roles = roles
         self.metadata = metadata
-        self.keys = [str(i) for i in range(len(labels))] if keys is None else keys
+        self.keys = list(map(str, range(len(labels)))) if keys is None else keys
 
     def __getitem__(self, index: int) -> Image:
         where = f"{self._name} item {self.keys[index]}"
@@ -144,7 +149,11 @@ class ItemDataset(Dataset):
         return _image(item, where)
 
 
-def reading(where: str, read: Callable[..., Any], *arguments: Any) -> Any:
+def reading(
+    where: str,
+    read: Callable[..., Any],
+    *arguments: Any,
+) -> Any:
     """Return `read(*arguments)`; errors of other libraries become a `DataError` about `where`."""
     try:
         return read(*arguments)
@@ -175,7 +184,12 @@ def _image(item: Any, where: str) -> Image:
     return image
 
 
-def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dataset:
+def _of_images(
+    images: Any,
+    labels: list[str],
+    name: str,
+    **further: Any,
+) -> Dataset:
     """Return a dataset of images or vectors in a list, an array or a tensor."""
     if hasattr(images, "detach"):
         images = images.detach().cpu().numpy()
@@ -206,7 +220,12 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
     return ItemDataset(items.__getitem__, labels, name=name, **further)
 
 
-def _of_files(files: list[Path], labels: list[str], name: str, **further: Any) -> Dataset:
+def _of_files(
+    files: list[Path],
+    labels: list[str],
+    name: str,
+    **further: Any,
+) -> Dataset:
     """Return a dataset of image files, after checking that the local ones exist."""
     local = [file for file in files if not address_of(file)]
     if missing := [f"{file} is not a file." for file in local if not file.is_file()]:
@@ -215,7 +234,13 @@ def _of_files(files: list[Path], labels: list[str], name: str, **further: Any) -
 
 
 def _of_table(
-    table: Any, name: str, *, image: Any, label: Any, split: Any, metadata: Any
+    table: Any,
+    name: str,
+    *,
+    image: Any,
+    label: Any,
+    split: Any,
+    metadata: Any,
 ) -> Dataset:
     """Return a dataset of a Hugging Face `Dataset` or a `DataFrame`."""
     columns = list(table.column_names if hasattr(table, "column_names") else table.columns)
@@ -266,9 +291,8 @@ def _of_table(
         if metadata is not None or all(isinstance(entry, _PLAIN) for entry in entries):
             further_columns[column] = entries
     names = list(further_columns)
-    rows = [
-        dict(zip(names, row, strict=True)) for row in zip(*further_columns.values(), strict=True)
-    ]
+    by_row = zip(*further_columns.values(), strict=True)
+    rows = [dict(zip(names, row, strict=True)) for row in by_row]
     if isinstance(split, str):
         split = [str(side) for side in values(split)]
     further: dict[str, Any] = {"splits": sides(split), "metadata": rows or None}
@@ -279,7 +303,13 @@ def _of_table(
 
 
 def _without_columns(
-    obj: Any, name: str, *, image: Any, label: Any, split: Any, metadata: Any
+    obj: Any,
+    name: str,
+    *,
+    image: Any,
+    label: Any,
+    split: Any,
+    metadata: Any,
 ) -> Dataset:
     """Return a dataset of a pair (images, labels), or of an object with a length and items."""
     if isinstance(split, str):
@@ -427,7 +457,8 @@ def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
     """Return datasets joined into one, each as one side of the split."""
     if not parts:
         raise DataError(f"{name} holds no items.")
-    columns: dict[str, Any] = {"labels": [], "keys": [], "splits": [], "roles": [], "metadata": []}
+    names = ("labels", "keys", "splits", "roles", "metadata")
+    columns: dict[str, Any] = {column: [] for column in names}
     for side, part in parts.items():
         split, role = SIDES.get(str(side).lower(), (str(side), ""))
         # extend, because += would add an array's values to those of the list.
@@ -444,7 +475,8 @@ def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
         columns["metadata"] = None
     # One array instead of a list of parts makes the features of a frozen backbone cacheable.
     arrays = [part.arrays for part in parts.values() if part.arrays is not None]
-    if len(arrays) == len(parts) and len({array.shape[1:] for array in arrays}) == 1:
+    shapes = {array.shape[1:] for array in arrays}
+    if len(arrays) == len(parts) and len(shapes) == 1:
         kind = next(iter(parts.values())).kind
         return ArrayDataset(np.concatenate(arrays), kind=kind, **columns)
     whole: Any = ConcatDataset([*parts.values()])  # type: ignore[list-item]

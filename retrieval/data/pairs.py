@@ -180,7 +180,8 @@ def _csv(file: Path, content: bytes) -> tuple[list[Row], list[str]]:
 
 def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
     """Return the pairs of a list of Labeled Faces in the Wild, and problems."""
-    (start, head), *body = [(i, line.split()) for i, line in enumerate(lines, 1) if line.strip()]
+    numbered = [(number, line.split()) for number, line in enumerate(lines, 1)]
+    (start, head), *body = [(number, words) for number, words in numbered if words]
     folds = int(head[0]) if len(head) == 2 else 1
     per_kind = int(head[-1])
     problems = []

@@ -139,7 +139,6 @@ def read_records(path: Path, classes: Sequence[int], name: str) -> tuple[Pixels,
                 f"{path}: record {int(column.argmax())} has the label {int(column.max())}; labels"
                 f" go from 0 to {count - 1}."
             )
-    pixels = np.ascontiguousarray(
-        records[:, label_bytes:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
-    )
+    planes = records[:, label_bytes:].reshape(-1, 3, SIDE, SIDE)
+    pixels = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
     return pixels, records[:, :label_bytes]

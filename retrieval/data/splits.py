@@ -43,10 +43,11 @@ def sides(column: Sequence[str] | None) -> list[str] | None:
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
     """Return a sort key that puts "class 2" before "class 10"."""
+    parts = [part for part in re.split(r"([0-9]+)", text) if part]
+    # "²" is a digit for Python, too, but `int` does not read it.
     return tuple(
         (0, int(part), part) if part.isascii() and part.isdigit() else (1, 0, part)
-        for part in re.split(r"([0-9]+)", text)
-        if part
+        for part in parts
     )
 
 
@@ -149,7 +150,10 @@ def _classes(dataset: Dataset) -> tuple[Items, list[str]]:
 
 
 def _sides(
-    dataset: Dataset, split: Split, labels: Items, classes: list[str]
+    dataset: Dataset,
+    split: Split,
+    labels: Items,
+    classes: list[str],
 ) -> tuple[Items, Items, Items]:
     """Return training items, validation items of the dataset's own split, and test items."""
     none = np.empty(0, np.int64)
@@ -162,7 +166,8 @@ def _sides(
         raise DataError(
             '[split] test: with by = "item" it is the fraction of each class\'s items, not a list.'
         )
-    train, test = _part_of_each(np.arange(len(labels)), labels, split.test, split.seed, "test")
+    items = np.arange(len(labels))
+    train, test = _part_of_each(items, labels, split.test, split.seed, "test")
     return train, none, test
 
 
@@ -173,7 +178,7 @@ def _own_split(dataset: Dataset) -> tuple[Items, Items, Items]:
             'The dataset comes with no split of its own. Set [split] by = "class" or by = "item".'
         )
     # An item without a side is on the test side if it has a role.
-    sides = np.where(np.array(roles, dtype=object) == "", "train", "test").astype(object)
+    sides = np.array(["test" if role else "train" for role in roles], dtype=object)
     if dataset.splits is not None:
         stated = np.array(dataset.splits, dtype=object)
         sides = np.where(stated == "", sides, stated)
@@ -199,7 +204,11 @@ def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int
 
 
 def _part_of_each(
-    items: Items, labels: Items, part: float, seed: int, purpose: str
+    items: Items,
+    labels: Items,
+    part: float,
+    seed: int,
+    purpose: str,
 ) -> tuple[Items, Items]:
     """Return two sorted sides; the second gets a fraction `part` of every class."""
     random = _generator(seed, purpose)
@@ -292,7 +301,8 @@ def _test_problem(splits: Splits) -> str | None:
         return None
     if not len(gallery):
         return "there are queries but no gallery: give test items the role 'gallery'."
-    alone = int((~np.isin(labels[query], labels[gallery])).sum())
+    has_match = np.isin(labels[query], labels[gallery])
+    alone = int((~has_match).sum())
     if alone == len(query):
         return "no query has an item of its class in the gallery, so no query can find a match."
     if alone:

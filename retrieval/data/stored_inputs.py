@@ -31,7 +31,12 @@ MOST_BYTES = 8 << 20
 class StoredInputs(Dataset):
     """Held-out inputs, already preprocessed, from a dataset that may no longer exist."""
 
-    def __init__(self, kind: Any, inputs: Array, labels: list[str]) -> None:
+    def __init__(
+        self,
+        kind: Any,
+        inputs: Array,
+        labels: list[str],
+    ) -> None:
         self.kind = kind
         self.inputs = inputs
         self.labels = labels
@@ -63,7 +68,9 @@ def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing |
     chosen = by_class(held_out, splits.labels, number)
     labels = [splits.classes[i] for i in splits.labels[chosen]]
     metadata = {"format": INPUTS_FORMAT, "kind": dataset.kind, "labels": json.dumps(labels)}
-    return save({"inputs": np.ascontiguousarray(raw.batch(chosen))}, metadata)
+    # safetensors takes contiguous arrays only.
+    inputs = np.ascontiguousarray(raw.batch(chosen))
+    return save({"inputs": inputs}, metadata)
 
 
 def read_inputs(path: Path) -> StoredInputs:
@@ -88,7 +95,8 @@ def evenly_spaced(indices: Ints, number: int = ITEMS) -> Ints:
     """Return up to `number` of the indices, evenly spaced."""
     if len(indices) <= number:
         return indices
-    return indices[np.linspace(0, len(indices) - 1, number).round().astype(np.int64)]
+    positions = np.linspace(0, len(indices) - 1, number).round()
+    return indices[positions.astype(np.int64)]
 
 
 def by_class(indices: Ints, labels: Ints, number: int = ITEMS) -> Ints:

@@ -19,20 +19,17 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
         raise PluginError(
             f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"
         )
+    kinds = list(KINDS)
+    lines = [f"{source.plugin:<12} {source.origin}" for source in plugins.sources]
     if kind:
         kinds = [kind]
-    else:
-        kinds = list(KINDS)
-    if kind:
         lines = []
-    else:
-        lines = [f"{source.plugin:<12} {source.origin}" for source in plugins.sources]
     disabled: dict[str, str] = {}
-    for shown in kinds:
-        disabled |= plugins.disabled(shown)
-        if factories := plugins.factories(shown):
+    for kind in kinds:
+        disabled |= plugins.disabled(kind)
+        if factories := plugins.factories(kind):
             width = max(map(len, factories))
-            lines += ["", shown]
+            lines += ["", kind]
             for factory in factories.values():
                 summary = textwrap.shorten(factory.summary, 76, placeholder=" …")
                 lines.append(f"  {factory.name:<{width}}  {summary}")
@@ -60,12 +57,11 @@ def _factory_text(factory: Factory) -> str:
     if factory.parameters:
         lines.append("Parameters")
         for p in factory.parameters:
-            if p.default_text:
-                default = f" = {p.default_text}"
-            else:
-                default = ""
+            default = ""
             if p.by_host or p.required:
                 default = f" ({p.default_text})"
+            elif p.default_text:
+                default = f" = {p.default_text}"
             lines += [f"  {p.name}: {p.type_text}{default}", *_filled(p.doc, "      ")]
         lines.append("")
     if factory.hints:
@@ -80,15 +76,12 @@ def snippet(factory: Factory) -> str:
     settable = [p for p in factory.parameters if not p.by_host]
     required = [p.name for p in settable if p.required]
     options = "".join(f" --set {key}=…" for key in required)
+    query = ""
     if required:
         query = "?" + "&".join(f"{key}=…" for key in required)
-    else:
-        query = ""
     part = _inline(factory)
-    if settable:
-        item = part
-    else:
-        item = toml_value(name)
+    # Without parameters, the name alone stands in a list.
+    item = part if settable else toml_value(name)
     plugin = name.partition(".")[0]
     loss = '[loss]\nname = "pml.contrastive"\n'
     uses = {

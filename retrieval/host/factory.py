@@ -118,7 +118,11 @@ class Part:
     per_width: str | None = None
 
 
-def traits(*, ref_emb: bool | None = None, miner: bool | None = None) -> Callable[[T], T]:
+def traits(
+    *,
+    ref_emb: bool | None = None,
+    miner: bool | None = None,
+) -> Callable[[T], T]:
     """Decorator that states what a loss or miner can do if its signature does not show it.
 
     Args:
@@ -176,8 +180,7 @@ class Parameter:
             return "given by the host"
         if self.required:
             return "required"
-        plain = self.default is not None and is_plain(self.default)
-        if plain:
+        if self.default is not None and is_plain(self.default):
             return toml_value(self.default)
         return ""
 
@@ -202,7 +205,12 @@ class Factory:
     hints: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
-    def read(cls, kind: str, name: str, make: Callable[..., Any]) -> Factory:
+    def read(
+        cls,
+        kind: str,
+        name: str,
+        make: Callable[..., Any],
+    ) -> Factory:
         """Read a factory's signature and docstring."""
         if not (inspect.isclass(make) or inspect.isroutine(make)):
             raise PluginError(
@@ -211,7 +219,7 @@ class Factory:
             )
         what = f"The {KINDS[kind]} '{name}' ({make.__module__}.{make.__qualname__})"
         try:
-            reading = read_signature(make)
+            reading = _read_signature(make)
         except Exception as error:  # resolving annotations runs the plugin's code
             raise PluginError(
                 f"{what} has a signature that cannot be read at run time:"
@@ -226,8 +234,8 @@ class Factory:
                 faults.append(f"takes its parameter '{p.name}' by position only")
             typed = p.name in reading.hints
             annotation = reading.hints.get(p.name, Any)
-            marked, many = _part(annotation)
-            part, widths = (marked.kind, marked.per_width) if marked else (None, None)
+            mark, many = _part(annotation)
+            part = mark.kind if mark else None
             if part and part not in KINDS:
                 faults.append(
                     f"marks '{p.name}' as Part({part!r}), and there is no such"
@@ -246,6 +254,7 @@ class Factory:
                 hints.append(f"it does not document '{p.name}' under 'Args:'")
             if not (typed or part or from_host or p.name in PML_PARAMETERS):
                 hints.append(f"'{p.name}' has no type, so a recipe's value is passed on unchecked")
+            widths = mark.per_width if mark else None
             parameters.append(
                 Parameter(p.name, annotation, p.default, doc, part, many, from_host, widths)
             )
@@ -276,6 +285,7 @@ class Factory:
         if not inspect.isclass(product):
             product = get_type_hints(product).get("return")
         classes = getattr(product, "__mro__", ())
+        # `forward` first, because the `__call__` of every nn.Module takes anything.
         calls = [vars(c)[x] for x in ("forward", "__call__") for c in classes if x in vars(c)]
         try:
             names = inspect.signature(calls[0]).parameters
@@ -285,7 +295,10 @@ class Factory:
         return argument in names or any(p.kind is p.VAR_POSITIONAL for p in names.values())
 
     def check(
-        self, values: Mapping[str, Any], where: str, host_keys: Collection[str] = ()
+        self,
+        values: Mapping[str, Any],
+        where: str,
+        host_keys: Collection[str] = (),
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the checked values of a recipe, and all problems as sentences.
 
@@ -295,7 +308,7 @@ class Factory:
         by_host = {p.name for p in self.parameters if p.by_host}
         model, unwritable = self._types
         problems = []
-        plain = {}
+        plain = {}  # values of parameters that are no parts
         for key, value in values.items():
             if key in by_host:
                 problems.append(f"{where} {key}: is given by the host ({GIVEN[key]}); remove it.")
@@ -359,6 +372,7 @@ class Factory:
         except Exception as error:
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             problem = f"cannot be made with these parameters: {type(error).__name__}: {reason}."
+            # By these types, authors refuse a value; any other may be a fault of the factory.
             if isinstance(error, ValueError | AssertionError | TypeError):
                 problem = f"refuses its parameters: {reason}."
             raise RecipeError([f"{self.name} {problem}"]) from error
@@ -389,11 +403,11 @@ def check_parameters(estimator: Any) -> None:
     Raises:
         ValueError: a parameter does not fit; the message lists every problem.
     """
-    # Numbers of NumPy become Python's. A class, such as np.float32, is no number.
-    values = {
-        key: value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
-        for key, value in estimator.get_params(deep=False).items()
-    }
+    values = estimator.get_params(deep=False)
+    for key, value in values.items():
+        # Numbers of NumPy become Python's. A class, such as np.float32, is no number.
+        if hasattr(value, "tolist") and not isinstance(value, type):
+            values[key] = value.tolist()
     make: Any = type(estimator)
     _, problems = _learner(make).check(values, make.__name__)
     if problems:
@@ -431,8 +445,8 @@ def own_factories(kind: str, module: types.ModuleType) -> dict[str, Factory]:
 # Nothing is called. The source of a class's `__init__` shows which arguments it passes to its base
 # class itself, and whether it passes on `**kwargs`.
 
+# Modules whose classes' `__init__` takes no settings, whatever its signature says.
 _TAKES_NOTHING = ("torch.nn.modules.module", "typing")
-"""Modules whose classes' `__init__` takes no settings, whatever its signature says."""
 
 
 @dataclass
@@ -451,10 +465,11 @@ class Reading:
     homes: list[Callable[..., Any]] = field(default_factory=list)
 
 
-def read_signature(make: Callable[..., Any]) -> Reading:
+def _read_signature(make: Callable[..., Any]) -> Reading:
     """Return the parameters that a class or function takes."""
     reading = Reading()
-    names: dict[str, Any] = {}  # a dataclass has fields whose types its base class's module names
+    # A dataclass has fields whose types its base class's module names.
+    names: dict[str, Any] = {}
     for base in reversed(getattr(make, "__mro__", ())):
         names |= vars(sys.modules[base.__module__])
     for function, signature, supplied in _chain(make):
@@ -462,8 +477,10 @@ def read_signature(make: Callable[..., Any]) -> Reading:
         hints = get_type_hints(function, names, module, include_extras=True)
         reading.homes.append(function)
         for name, p in signature.parameters.items():
-            starred = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-            if not starred and name not in supplied and name not in reading.parameters:
+            if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or name in supplied:
+                continue
+            # A subclass's own parameter hides its base class's.
+            if name not in reading.parameters:
                 reading.parameters[name] = p
                 if name in hints:
                     reading.hints[name] = hints[name]
@@ -486,15 +503,17 @@ def documentation(
         for c in make.__mro__:
             if vars(c).get("__init__") in homes:
                 sources += [vars(c)["__init__"], c]
-    texts = [docstring_parser.parse(inspect.cleandoc(x.__doc__ or "")) for x in sources]
-    own = texts[0]
+    texts = [docstring_parser.parse(inspect.cleandoc(source.__doc__ or "")) for source in sources]
     docs: dict[str, str] = {}
     for text in texts:
         for p in text.params:
             if p.description:
+                # The nearest description counts, so an earlier one is kept.
                 docs.setdefault(p.arg_name.lstrip("*"), " ".join(p.description.split()))
-    description = "\n".join(line for line in (own.short_description, own.long_description) if line)
-    if own.blank_after_short_description:
+    own_text = texts[0]
+    lines = (own_text.short_description, own_text.long_description)
+    description = "\n".join(line for line in lines if line)
+    if own_text.blank_after_short_description:
         description = description.replace("\n", "\n\n", 1)
     return " ".join(description.partition("\n\n")[0].split()), description, docs
 
@@ -552,8 +571,8 @@ def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool]:
 
 # --- errors of a part
 
-LONGEST_REASON = 300
-"""Largest number of characters quoted from a plugin's error."""
+# Largest number of characters quoted from a plugin's error.
+_LONGEST_REASON = 300
 SMALLER_BATCH = (
     "Make it smaller, or shrink the batch: [sampler] classes × items, [evaluate] batch_size."
 )
@@ -562,7 +581,9 @@ SMALLER_BATCH = (
 
 @contextlib.contextmanager
 def calling(
-    what: str, smaller: str = SMALLER_BATCH, hint: Callable[[], str] = str
+    what: str,
+    smaller: str = SMALLER_BATCH,
+    hint: Callable[[], str] = str,
 ) -> Iterator[None]:
     """Context manager that turns an error of a plugin's part into one sentence.
 
@@ -588,11 +609,11 @@ def calling(
 
 def failure(what: str, error: Exception) -> str:
     """Return which part failed, why and where: "The loss acme.margin failed: …"."""
-    reason = " ".join(str(error).split())[:LONGEST_REASON].rstrip(".")
+    reason = " ".join(str(error).split())[:_LONGEST_REASON].rstrip(".")
     if isinstance(error, NotImplementedError) and "forward" in reason:
         reason = "it defines no forward"
-    kind = type(error).__name__
-    return f"{what} failed: {f'{kind}: {reason}' if reason else kind}{_place(error)}"
+    text = f"{type(error).__name__}: {reason}".removesuffix(": ")
+    return f"{what} failed: {text}{_place(error)}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -605,13 +626,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _place(error: BaseException) -> str:
     """Return file and line of the last frame outside this package and installed libraries."""
     package = f"{Path(__file__).parents[1]}{os.sep}"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename
-        and not frame.filename.startswith(("<", package))
-        and "/lib/python" not in frame.filename
-    ]
-    if frames:
-        return f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = frame.filename
+        is_installed = "site-packages" in file or "/lib/python" in file
+        if not is_installed and not file.startswith(("<", package)):
+            return f" ({file}, line {frame.lineno})"
     return ""

@@ -132,7 +132,11 @@ def retrieval_run_start(run: Any) -> None:
 
 
 @hookspec
-def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
+def retrieval_steps_end(
+    run: Any,
+    step: int,
+    metrics: Mapping[str, float],
+) -> None:
     """Called every 50 steps and at the end of an epoch, with the number of all steps so far.
 
     `metrics` has the mean of each loss since the last call, and the learning rate of each part that
@@ -141,7 +145,11 @@ def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> No
 
 
 @hookspec
-def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
+def retrieval_epoch_end(
+    run: Any,
+    epoch: int,
+    metrics: Mapping[str, float],
+) -> None:
     """Called after each epoch's validation, with the epoch's number, from 1, and metrics."""
 
 

@@ -33,12 +33,12 @@ from typing import Any
 from retrieval.errors import PluginError, did_you_mean
 from retrieval.host import hookspecs
 
+# Prefix of a file or folder plugin's module name, so that the plugin hides no other module.
 PREFIX = "retrieval_file_plugin_"
-"""Prefix of a file or folder plugin's module name, so that the plugin hides no other module."""
 
+# Most files and bytes of a plugin folder, which is read into memory and copied into each run.
 MAX_FILES = 1_000
 MAX_BYTES = 64 << 20
-"""Most files and bytes of a plugin folder, which is read into memory and copied into each run."""
 
 
 def is_file_plugin(item: str) -> bool:
@@ -85,12 +85,13 @@ class FilePlugin:
             return {self.path.name: self.path}
         files: dict[str, Path] = {}
         size = 0
-        for place, folders, names in os.walk(self.path):
+        for parent, folders, names in os.walk(self.path):
+            # In place: os.walk enters what remains in the list, in its order.
             folders[:] = sorted(f for f in folders if not f.startswith((".", "__pycache__")))
             for name in sorted(names):
-                file = Path(place, name)
-                hidden = name.startswith(".") or name.endswith((".pyc", ".tmp"))
-                if not hidden and file.is_file():
+                file = Path(parent, name)
+                is_hidden = name.startswith(".") or name.endswith((".pyc", ".tmp"))
+                if not is_hidden and file.is_file():
                     files[file.relative_to(self.path).as_posix()] = file
                     size += file.stat().st_size
                 if len(files) > MAX_FILES or size > MAX_BYTES:
@@ -129,7 +130,8 @@ class FilePlugin:
         )
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[root] = module  # needed by dataclasses and for pickling the plugin's classes
+        # Dataclasses, and pickling the plugin's classes, look the module up by its name.
+        sys.modules[root] = module
         try:
             spec.loader.exec_module(module)
         except BaseException as error:
@@ -142,20 +144,16 @@ class FilePlugin:
     def _explain(self, error: ModuleNotFoundError) -> None:
         """Raise a `PluginError` if the missing module lies in or beside the plugin."""
         top = (error.name or "").partition(".")[0]
-        if self.is_folder:
-            home = self.path
-        else:
-            home = self.path.parent
-        beside = (home / f"{top}.py").is_file() or (home / top / "__init__.py").is_file()
-        if top and (beside or top == self.name):
+        home = self.path if self.is_folder else self.path.parent
+        is_beside = (home / f"{top}.py").is_file() or (home / top / "__init__.py").is_file()
+        if top and (is_beside or top == self.name):
             write = f"Make a folder of both, with {self.path.name} as its __init__.py, and write"
-            if top == self.name:
-                neighbour = "MODULE"
-            else:
-                neighbour = top
+            if self.is_folder:
+                write = "Write"
+            neighbour = "MODULE" if top == self.name else top
             raise PluginError(
                 f"The plugin {self.path} imports its neighbour '{error.name}' as a top-level"
-                f" module. {'Write' if self.is_folder else write} `from . import {neighbour}`."
+                f" module. {write} `from . import {neighbour}`."
             ) from error
 
     def copy(self, folder: Path) -> Path:
@@ -224,13 +222,15 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
             for frame in traceback.extract_tb(error.__traceback__)
             if not frame.filename.startswith("<") and frame.filename != importlib.__file__
         ]
-        frames += [(error.filename, error.lineno)] if isinstance(error, SyntaxError) else []
+        # The traceback of a syntax error ends where the file was compiled.
+        if isinstance(error, SyntaxError):
+            frames.append((error.filename, error.lineno))
+        where = ""
         if frames:
-            place = f" ({frames[-1][0]}, line {frames[-1][1]})"
-        else:
-            place = ""
+            file, line = frames[-1]
+            where = f" ({file}, line {line})"
         raise PluginError(
-            f"{source.subject} cannot be imported: {reason(error)}{place}. Correct it, or leave it"
+            f"{source.subject} cannot be imported: {reason(error)}{where}. Correct it, or leave it"
             f" out with RETRIEVAL_BLOCK={source.plugin}."
         ) from error
     if not isinstance(module, ModuleType):
@@ -265,11 +265,11 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
     A plugin that is named as a file, folder or module must also mark at least one hook.
     """
     hooks = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
-    marks = {
-        name: value.retrieval_impl.get("specname") or name
-        for name, value in list(vars(module).items())
-        if isinstance(getattr(value, "retrieval_impl", None), dict)
-    }
+    marks = {}
+    for name, value in list(vars(module).items()):
+        mark = getattr(value, "retrieval_impl", None)
+        if isinstance(mark, dict):
+            marks[name] = mark.get("specname") or name
     for hook in marks.values():
         if hook not in hooks:
             raise PluginError(
@@ -334,15 +334,16 @@ def require_allowed(items: Sequence[str], where: Path) -> None:
     files = dict.fromkeys(file for item in items for file in _sources(item, where.parent))
     if not files:
         return
-    plural = len(files) > 1
-    brings = (
-        f"{where} brings {'plugin files that run' if plural else 'a plugin file that runs'} with"
-        f" your rights: {', '.join(map(str, files))}."
-    )
+    what = "a plugin file that runs"
+    them = "it"
+    if len(files) > 1:
+        what = "plugin files that run"
+        them = "them"
+    brings = f"{where} brings {what} with your rights: {', '.join(map(str, files))}."
     ask = _ask.get()
     if ask is None or not ask(brings):
         raise PluginError(
-            f"{brings} Nothing was run. Read {'them' if plural else 'it'}, then repeat the command"
+            f"{brings} Nothing was run. Read {them}, then repeat the command"
             f" with --allow-plugins (in Python with {ALLOW}=1 in the environment)."
         )
     # Ask once: the answer holds for the command's other recipes and its child processes.
@@ -366,16 +367,19 @@ def _sources(item: str, recipe_folder: Path) -> list[Path]:
         spec = importlib.util.find_spec(name)  # imports nothing, as the name has no dots
     except (ImportError, ValueError):
         return []
-    if spec:
-        places = [spec.origin, *(spec.submodule_search_locations or ())]
-    else:
-        places = []
-    paths = [Path(place).resolve() for place in places if place and Path(place).exists()]
+    if spec is None:
+        return []
     local = [Path.cwd().resolve(), recipe_folder.resolve()]
+    # A virtual environment often lies in the working folder.
     schemes = ("stdlib", "purelib", "platlib")
     installed = [Path(sysconfig.get_path(scheme)).resolve() for scheme in schemes]
-    return [
-        path
-        for path in paths
-        if any(map(path.is_relative_to, local)) and not any(map(path.is_relative_to, installed))
-    ]
+    paths = []
+    for location in (spec.origin, *(spec.submodule_search_locations or ())):
+        # The origin of a built-in module is the text "built-in".
+        if not location or not Path(location).exists():
+            continue
+        path = Path(location).resolve()
+        is_local = any(map(path.is_relative_to, local))
+        if is_local and not any(map(path.is_relative_to, installed)):
+            paths.append(path)
+    return paths

@@ -72,6 +72,7 @@ class Plugins:
             raise PluginError(f"A plugin may not be called '{OBJECT}': rename it.") from None
         self.sources.append(PluginSource(OBJECT, "objects made in Python"))
         self.objects = dict(objects)
+        # The new plugin's offers are read with the others at the next look-up.
         self._offers.clear()
         self._read.clear()
 
@@ -101,10 +102,9 @@ class Plugins:
     def named(self, kind: str, name: str) -> Factory | None:
         """Return the usable factory with a full name, or None; only its plugin's hook is called."""
         plugin = name.partition(".")[0]
-        if name in self._offered(kind, plugin):
-            factory = self._factory(kind, name)
-        else:
-            factory = None
+        if name not in self._offered(kind, plugin):
+            return None
+        factory = self._factory(kind, name)
         if isinstance(factory, Factory):
             return factory
         return None
@@ -117,6 +117,7 @@ class Plugins:
             if plugin not in (None, owner):
                 continue
             if (kind, owner) not in self._offers:
+                # A plugin's fault disables what it offers, and no other plugin.
                 try:
                     offers = _guarded(owner, kind, impl.function)
                     if not isinstance(offers, Mapping):
@@ -177,7 +178,12 @@ class Plugins:
         hint = hint or f" 'retrieval plugins list --kind {kind}' shows all {len(known)}."
         raise PluginError(f"There is no {KINDS[kind]} '{name}'.{hint}")
 
-    def _hint(self, kind: str, name: str, known: Mapping[str, Factory]) -> str:
+    def _hint(
+        self,
+        kind: str,
+        name: str,
+        known: Mapping[str, Factory],
+    ) -> str:
         """Return a suggestion, as a sentence or "", for a name that no factory has."""
         plugin, dot, _ = name.partition(".")
         loaded = sorted(source.plugin for source in self.sources)
@@ -185,12 +191,17 @@ class Plugins:
             names = f"(loaded: {', '.join(loaded)})"
             return f" No plugin '{plugin}' is loaded {names}.{did_you_mean(name, known)}"
         if dot:
+            if hint := did_you_mean(name, known):
+                return hint
+            # The name may be right, and the recipe's table wrong.
             kinds = [KINDS[k] for k in KINDS if k != kind and self.named(k, name)]
-            return did_you_mean(name, known) or (f" '{name}' is a {kinds[0]}." if kinds else "")
-        if namesakes := sorted(full for full in known if full.endswith(f".{name}")):
+            return f" '{name}' is a {kinds[0]}." if kinds else ""
+        namesakes = sorted(full for full in known if full.endswith(f".{name}"))
+        if namesakes:
             return f" Did you mean {' or '.join(map(repr, namesakes))}?"
         short = [full.removeprefix(f"{BUILT_IN}.") for full in known if kind in SHORT]
         hint = did_you_mean(name, [*short, *known])
+        # Who writes name = "resnet50" means a model of a factory for many.
         with_model = [
             full
             for full, factory in known.items()
@@ -221,31 +232,42 @@ class Plugins:
             return [f'{where} must name a {KINDS[kind]}: name = "PLUGIN.NAME".']
         try:
             factory = self.find(kind, table["name"])
-            own = {k: v for k, v in table.items() if k != "name"}
-            _, problems = factory.check(own, where, host_keys)
+            parameters = {k: v for k, v in table.items() if k != "name"}
+            _, problems = factory.check(parameters, where, host_keys)
         except (PluginError, MissingDependency) as error:
             return [f"{where} name: {error}"]
         for p in factory.parameters:
             if p.part and p.name in table:
-                for place, part in _parts(p, table[p.name], f"{where} {p.name}"):
-                    problems += self.check(p.part, part, place)
+                for inner_where, part in _parts(p, table[p.name], f"{where} {p.name}"):
+                    problems += self.check(p.part, part, inner_where)
         return problems
 
-    def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
+    def every(
+        self,
+        kind: str,
+        values: Any,
+        test: Callable[[Factory], bool],
+    ) -> bool:
         """Return whether a factory and its nested parts of that kind pass; unknown ones do."""
         table = _table(values) or {}
         factory = self.named(kind, str(table.get("name")))
-        return factory is None or (
-            test(factory)
-            and all(
-                self.every(kind, part, test)
-                for p in factory.parameters
-                if p.part == kind and p.name in table
-                for _, part in _parts(p, table[p.name], "")
-            )
-        )
+        if factory is None:
+            return True
+        if not test(factory):
+            return False
+        for p in factory.parameters:
+            if p.part == kind and p.name in table:
+                for _, part in _parts(p, table[p.name], ""):
+                    if not self.every(kind, part, test):
+                        return False
+        return True
 
-    def build(self, kind: str, values: Any, known: Mapping[str, Any] | None = None) -> Any:
+    def build(
+        self,
+        kind: str,
+        values: Any,
+        known: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Build the part that a table `{name = …, parameters}` describes, nested parts first.
 
         Args:
@@ -263,8 +285,8 @@ class Plugins:
         known = known or {}
         table = _table(values) or {}
         factory = self.find(kind, str(table.get("name")))
-        own = {k: v for k, v in table.items() if k != "name"}
-        checked, problems = factory.check(own, f"[{KINDS[kind]}]")
+        parameters = {k: v for k, v in table.items() if k != "name"}
+        checked, problems = factory.check(parameters, f"[{KINDS[kind]}]")
         if problems:
             raise RecipeError(problems)
         for p in factory.parameters:
@@ -273,11 +295,10 @@ class Plugins:
             elif p.part and p.required and p.name not in checked:
                 raise RecipeError(f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}).")
             elif p.part and p.name in checked:
-                if p.per_width:
-                    widths = checked.get(p.per_width, [])
-                else:
-                    widths = []
-                contexts = [*({**known, "embedding_size": width} for width in widths), known]
+                # One part for each width, and one for the whole embedding.
+                widths = checked.get(p.per_width, []) if p.per_width else []
+                contexts = [{**known, "embedding_size": width} for width in widths]
+                contexts.append(dict(known))
                 parts = [
                     self.build(p.part, part, context)
                     for _, part in _parts(p, checked[p.name], p.name)
@@ -292,18 +313,22 @@ class Plugins:
         return factory.build(checked)
 
 
-def _guarded(plugin: str, kind: str, function: Callable[[], Any]) -> Any:
+def _guarded(
+    plugin: str,
+    kind: str,
+    function: Callable[[], Any],
+) -> Any:
     """Call a plugin's function and return its result; any error becomes one sentence."""
     try:
         return function()
     except (PluginError, MissingDependency):
         raise
     except Exception as error:
+        module = ""
         if isinstance(error, ModuleNotFoundError):
-            module = error.name
-        else:
-            module = None
-        if (module or "").partition(".")[0] in TRAINING_MODULES:
+            module = error.name or ""
+        # Where models are only served, training's packages need not be installed.
+        if module.partition(".")[0] in TRAINING_MODULES:
             raise MissingDependency(
                 f"The plugin '{plugin}' needs {module} for its {kind}. Install it: pip install"
                 " 'embedding-retrieval[train]'."
@@ -325,10 +350,7 @@ def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:
     """Return a parameter's parts, each with its place for messages."""
     if not p.many:
         return [(where, value)]
-    if isinstance(value, list | tuple):
-        values = value
-    else:
-        values = [value]
+    values = value if isinstance(value, list | tuple) else [value]
     return [(f"{where}[{i}]", part) for i, part in enumerate(values)]
 
 
@@ -367,6 +389,7 @@ def load_plugins(
             raise PluginError(f"{source.subject} cannot be registered: {text}.") from error
         sources.append(source)
 
+    # Sorted, because the order of distributions differs from machine to machine.
     for name, (entry, origin) in sorted(_entry_points(blocked, bundled).items()):
         source = PluginSource(name, origin)
         register(source, import_plugin(source, entry.load))
@@ -396,7 +419,8 @@ def _entry_points(
         if f"[{GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
             continue
         project = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
-        if project in seen:  # an editable install may be listed twice
+        # An editable install may be listed twice.
+        if project in seen:
             continue
         if bundled is not None and (project == PROJECT) != bundled:
             continue
@@ -453,6 +477,7 @@ def create(kind: str, name: str, /, **parameters: Any) -> Any:
     plural = _plural(kind)
     plugins = load_plugins()
     factory = plugins.find(plural, name)
+    # Outside training there is no host that would know these values.
     by_host = [p for p in factory.parameters if p.by_host]
     known = {p.name: parameters.pop(p.name) for p in by_host if p.name in parameters}
     table = {"name": name, **parameters}

@@ -43,7 +43,12 @@ class Cluster(ABC):
         """Leave the cluster."""
 
     @abstractmethod
-    def submit(self, function: Callable[..., Any], *arguments: Any, gpu: bool) -> Future[Any]:
+    def submit(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        gpu: bool,
+    ) -> Future[Any]:
         """Run a function once in some process, again if the process or its node dies.
 
         The future's error is a `BrokenExecutor` if the processes of all tries died. `gpu` reserves
@@ -52,7 +57,11 @@ class Cluster(ABC):
 
     @abstractmethod
     def map(
-        self, start: Callable[[], Callable[[Any], Any]], items: Sequence[Any], *, gpu: bool
+        self,
+        start: Callable[[], Callable[[Any], Any]],
+        items: Sequence[Any],
+        *,
+        gpu: bool,
     ) -> Iterator[Any]:
         """Call `start` once in each process, and the function that it returns with each item.
 
@@ -68,7 +77,11 @@ class Cluster(ABC):
         """Interrupt what `submit` started; functions have time to save their work."""
 
 
-def cluster_at(name: str, address: str, plugins: Plugins | None = None) -> Cluster:
+def cluster_at(
+    name: str,
+    address: str,
+    plugins: Plugins | None = None,
+) -> Cluster:
     """Return the cluster of a plugin that is called as its only cluster, such as "ray".
 
     Raises:
@@ -131,8 +144,5 @@ def refuse_unguarded() -> None:
     ]
     bodies = [range(guard.body[0].lineno, (guard.body[-1].end_lineno or 0) + 1) for guard in guards]
     if lines and not any(line in body for line in lines for body in bodies):
-        if guards:
-            fault = "calls this outside"
-        else:
-            fault = "has no"
+        fault = "calls this outside" if guards else "has no"
         raise DataError(f"{file} {fault} `{GUARD}`. {WHY} {remedy}")

@@ -142,6 +142,7 @@ def _factory(table: str, value: Any, measures: bool) -> Callable[..., Any]:
     """
 
     def give() -> Any:
+        # Nothing changes a dataset, and it may be too large for a copy.
         if table == "data":
             return value
         return _copied(value)
@@ -152,9 +153,7 @@ def _factory(table: str, value: Any, measures: bool) -> Callable[..., Any]:
             part.distance = distance
         return part
 
-    factory: Callable[..., Any] = give
-    if measures:
-        factory = give_measuring
+    factory: Callable[..., Any] = give_measuring if measures else give
     stated: dict[str, bool] = {}
     # An object without a signature is assumed to take a reference set and a miner's indices.
     with contextlib.suppress(TypeError, ValueError):

@@ -57,6 +57,7 @@ def package_files(name: str, *kinds: str) -> dict[str, str]:
         contents[test] = _filled(f"{kind}_test.py", name, kind)
         if kind == "store":
             contents[f"{package}/lines.py"] = _filled("store_lines.py", name, kind)
+        # A command names an index or a store, not a recipe.
         if kind not in ("index", "store"):
             recipe = _recipe(name, kind) | {"name": name if alone else f"{name}_{kind}"}
             contents["recipe.toml" if alone else f"{kind}.toml"] = tomli_w.dumps(recipe)
@@ -75,30 +76,36 @@ def _recipe(name: str, kind: str) -> dict[str, Any]:
     recipe: dict[str, Any] = {"name": name, **_RECIPE}
     if kind == "metric":
         return recipe | {"evaluate": {"metrics": [part, "map_at_r"]}}
+    # A learner learns from features, so its recipe has neither a loss nor batches.
     if kind == "learner":
         recipe = {key: recipe[key] for key in ("name", "data", "split")}
         recipe["backbone"] = {"name": "core.pixels", "size": 8, "frozen": True}
     if kind == "augmentation":
         return recipe | {"augmentation": {"transforms": [part]}}
     table = next(t for t, k in COMPONENTS.items() if KINDS[k] == kind)
+    values = {"name": part}
+    # The sampler's table also holds the size of a batch.
     if kind == "sampler":
-        batch_size = recipe["sampler"]
-    else:
-        batch_size = {}
-    return recipe | {table: {"name": part, **batch_size}}
+        values |= recipe["sampler"]
+    return recipe | {table: values}
 
 
 def _filled(template: str, name: str, kind: str) -> str:
     text = (resources("retrieval.host") / "scaffolds" / f"{template}.in").read_text("utf-8")
     make, part = EXAMPLES[kind]
     hook = next(plural for plural, word in KINDS.items() if word == kind)
+    # KINDS before KIND, which would replace its beginning.
     words = {"MAKE": make, "PART": part, "KINDS": hook, "KIND": kind, "acme": name}
     for word, value in words.items():
         text = text.replace(word, value)
     return text
 
 
-def write_package(name: str, output: Path | None = None, *kinds: str) -> Path:
+def write_package(
+    name: str,
+    output: Path | None = None,
+    *kinds: str,
+) -> Path:
     """Write a plugin's package atomically and return its folder, by default `retrieval-NAME`.
 
     The package offers a part of each kind, by default a loss.

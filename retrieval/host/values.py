@@ -22,8 +22,8 @@ from retrieval.errors import did_you_mean
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+# Path to a value: keys and list positions.
 Place = tuple[str | int, ...]
-"""Path to a value: keys and list positions."""
 
 _BASIC = {
     int: "integer",
@@ -61,9 +61,11 @@ def check_values(
     except ValidationError as error:
         for entry in error.errors(include_url=False):
             place, sentence = _fault(entry, model, values)
-            if any(place[: len(known)] == known for known in faults):
-                continue  # a fault of the enclosing value is already reported
-            faults = {known: f for known, f in faults.items() if known[: len(place)] != place}
+            # A union gives an error for each of its types, and a wrong table one for each key. The
+            # outermost says what the author has to change.
+            if any(place[: len(outer)] == outer for outer in faults):
+                continue
+            faults = {inner: text for inner, text in faults.items() if inner[: len(place)] != place}
             faults[place] = sentence
         return {}, faults
     names = {name: field.alias or name for name, field in model.model_fields.items()}
@@ -72,17 +74,25 @@ def check_values(
         # Path("") would be the working folder.
         if isinstance(value, PurePath) and values.get(name) == "":
             faults[name,] = f"{name}: is empty; name a file or folder."
-    return {} if faults else checked, faults
+    if faults:
+        return {}, faults
+    return checked, {}
 
 
 def is_plain(value: Any) -> bool:
     """Return whether TOML can express a value."""
     faults: dict[Place, str] = {}
-    _plain(value.value if isinstance(value, enum.Enum) else value, (), faults)
+    if isinstance(value, enum.Enum):
+        value = value.value
+    _plain(value, (), faults)
     return not faults
 
 
-def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
+def _plain(
+    value: Any,
+    place: Place,
+    faults: dict[Place, str],
+) -> Any:
     """Return a value as plain JSON; add a fault for what a recipe cannot hold, and leave it out."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v, (*place, str(k)), faults) for k, v in value.items()}
@@ -91,21 +101,19 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     value = _python_scalar(value)
-    scalar = isinstance(value, bool | int | float | str)
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         fault = "holds characters that are not valid Unicode."
     elif isinstance(value, float) and math.isnan(value):
         fault = "is nan, which is not a number."
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         fault = "has more digits than a number of 64 bits can hold."
-    elif scalar or value is None:
+    elif value is None or isinstance(value, bool | int | float | str):
         return value
     else:
-        dated = isinstance(value, datetime.date | datetime.time)
-        if dated:
+        kind = f"of type {type(value).__name__}"
+        # TOML has dates, and an author may have meant text.
+        if isinstance(value, datetime.date | datetime.time):
             kind = "a date or time"
-        else:
-            kind = f"of type {type(value).__name__}"
         fault = f"is {kind}, which nothing here takes. If it is text, put it in quotes."
     faults[place] = f"{dotted(place)}: {fault}"
     return None
@@ -113,8 +121,8 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
 
 def _python_scalar(value: Any) -> Any:
     """Return a NumPy scalar as Python's; any other value unchanged."""
-    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
-    if is_scalar:
+    # By name, so that reading a recipe does not load NumPy.
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return value.item()
     return value
 
@@ -138,27 +146,33 @@ def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]
         return place, f"{where}: is required ({_phrase(annotation)})."
     if kind in ("value_error", "assertion_error"):
         return place, f"{where}: {str(error['ctx']['error']).rstrip('.')}."
+    hint = ""
     if isinstance(value, str):
         hint = did_you_mean(value, _choices(annotation))
-    else:
-        hint = ""
-    numeric = re.search(r"\b(integer|number)\b", type_text(annotation))
-    if numeric and isinstance(value, str) and re.fullmatch(_NUMBER, value):
-        hint = " Write it without quotes."
+        takes_number = re.search(r"\b(integer|number)\b", type_text(annotation))
+        if takes_number and re.fullmatch(_NUMBER, value):
+            hint = " Write it without quotes."
     return place, f"{where}: should be {_phrase(annotation)}, not {shown(value)}.{hint}"
 
 
-def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
-    table = not place and isinstance(value, Mapping | list)
-    if table:
+def _unknown(
+    place: Place,
+    key: str,
+    known: list[str],
+    value: Any,
+) -> str:
+    what = "unknown key"
+    if not place and isinstance(value, Mapping | list):
         what = "there is no such table"
-    else:
-        what = "unknown key"
     names = ", ".join(known) or "none"
     return f"{dotted((*place, key))}: {what} (known: {names}).{did_you_mean(key, known)}"
 
 
-def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
+def _locate(
+    loc: tuple[Any, ...],
+    model: Any,
+    values: Any,
+) -> tuple[Place, Any, Any, Any]:
     """Follow an error's path up to a union; return place, type, value and enclosing type."""
     place: Place = ()
     annotation = model
@@ -177,12 +191,12 @@ def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, 
         elif origin is dict:
             inner = args[1]
         elif origin in (list, tuple) and isinstance(value, list | tuple):
-            if step >= len(value):  # the tuple is too short
+            # pydantic names the first element that a tuple lacks.
+            if step >= len(value):
                 break
+            inner = args[0]
             if origin is tuple and args[-1] is not ...:
                 inner = args[step]
-            else:
-                inner = args[0]
         else:
             break
         place = (*place, step)
@@ -190,11 +204,10 @@ def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, 
         annotation = inner
         if isinstance(value, list | tuple):
             value = value[step]
+        elif isinstance(value, Mapping):
+            value = value.get(step)
         else:
-            if isinstance(value, Mapping):
-                value = value.get(step)
-            else:
-                value = None
+            value = None
     return place, annotation, value, container
 
 
@@ -257,7 +270,9 @@ def type_text(annotation: Any) -> str:
         return " or ".join(type_text(a) for a in args if a is not type(None))
     if origin is list:
         inner = type_text(args[0])
-        return f"list of {f'({inner})' if ' or ' in inner and inner != 'true or false' else inner}"
+        if " or " in inner and inner != _BASIC[bool]:
+            inner = f"({inner})"
+        return f"list of {inner}"
     if origin is tuple:
         return "[" + ", ".join("…" if a is ... else type_text(a) for a in args) + "]"
     if origin is dict:
@@ -293,20 +308,19 @@ def toml_value(value: Any) -> str:
     """Return a value as TOML on one line; None, which TOML lacks, becomes "none"."""
     value = _python_scalar(value)
     if isinstance(value, bool):
-        if value:
-            return "true"
-        return "false"
+        return "true" if value else "false"
     if isinstance(value, enum.Enum):
         return toml_value(value.value)
     if isinstance(value, str):
+        # TOML's strings have JSON's escapes, and TOML forbids DEL, which JSON does not escape.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, Mapping):
+        if not value:
+            return "{}"
         inner = ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items())
-        if value:
-            return f"{{ {inner} }}"
-        return "{}"
+        return f"{{ {inner} }}"
     if value is None:
         return "none"
     if isinstance(value, datetime.date | datetime.time):

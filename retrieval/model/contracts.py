@@ -76,7 +76,10 @@ class BatchSampler(ABC):
 
     @abstractmethod
     def draw(
-        self, items: TrainingItems, epoch: int, random: np.random.RandomState
+        self,
+        items: TrainingItems,
+        epoch: int,
+        random: np.random.RandomState,
     ) -> Iterable[Sequence[int] | Ints]:
         """Return an epoch's batches, each as positions in `items.labels`.
 
@@ -270,7 +273,10 @@ class Combiner(BaseDistance):
         return self.index_vectors(codes)
 
     def objective(
-        self, codes: Tensor, labels: Tensor, indices: TripletIndices | None
+        self,
+        codes: Tensor,
+        labels: Tensor,
+        indices: TripletIndices | None,
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
         """Return the combiner's own objective for a training batch, and metrics for the log.
 
@@ -387,6 +393,7 @@ def in_words(value: Any) -> str:
         return f"a numpy array of shape {value.shape} and type {value.dtype}"
     if value is None or isinstance(value, bool | int | float):
         return f"{value}"
+    # The parts of a short tuple show which of them is wrong; those of a long list fill a page.
     if isinstance(value, list | tuple) and 0 < len(value) <= 6:
         return f"a {type(value).__name__} of {len(value)} ({', '.join(map(in_words, value))})"
     return f"a {type(value).__name__}"
@@ -399,6 +406,11 @@ def refuse_class(value: Any, what: str) -> None:
         raise PluginError(f"{what} is a class, {name}; pass an object of it: {name}(…).")
 
 
-def breach(what: str, value: Any, must: str, part: str = "") -> PluginError:
+def breach(
+    what: str,
+    value: Any,
+    must: str,
+    part: str = "",
+) -> PluginError:
     """Return the error "WHAT gave VALUE PART; it must give MUST"."""
     return PluginError(f"{what} gave {in_words(value)}{part}; it must give {must}")

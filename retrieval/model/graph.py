@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,11 +23,11 @@ from retrieval.model.model import Model, evaluation_mode
 
 Exporter = Literal["dynamo", "torchscript"]
 
+# The opset that torch's exporter writes without conversion; needs ONNX Runtime 1.20 or later.
 OPSET = 18
-"""The opset that torch's exporter writes without conversion; needs ONNX Runtime 1.20 or later."""
 
+# Largest size of a protobuf file, in bytes.
 LIMIT = 2**31 - 1
-"""Largest size of a protobuf file, in bytes."""
 
 TOLERANCE = 1e-4
 """Largest allowed difference between torch's and ONNX Runtime's output vectors, of length 1."""
@@ -118,7 +118,8 @@ def ready(model: Model) -> Iterator[None]:
 
 def check_size(model: Model) -> None:
     """Raise a `BundleError` if the model is too large for one ONNX file."""
-    size = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+    tensors = [*model.parameters(), *model.buffers()]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if size >= LIMIT:
         raise BundleError(
             f"The model has {size / 1e9:.1f} GB of numbers; an ONNX file holds at most 2 GB. Use a"
@@ -201,7 +202,9 @@ def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.M
     del graph.value_info[:]
     entries: list[Any] = [proto, graph, *proto.functions]
     entries += [*graph.node, *graph.initializer, *graph.input, *graph.output]
-    for entry in [*entries, *(node for function in proto.functions for node in function.node)]:
+    for function in proto.functions:
+        entries += function.node
+    for entry in entries:
         entry.doc_string = ""
         del entry.metadata_props[:]
     shapes = {**signature.inputs, **signature.outputs}
@@ -234,13 +237,11 @@ def session(graph: bytes) -> Any:
 
 def first_line(fault: BaseException) -> str:
     """Return an error's type and first line, because exporters' messages are pages long."""
-    lines: Sequence[str] = [line.strip() for line in str(fault).splitlines() if line.strip()]
     # torch.onnx wraps the error in another one whose message begins with the exporter's stages.
     if fault.__cause__ is not None and type(fault).__module__.startswith("torch.onnx"):
         return first_line(fault.__cause__)
-    if lines:
-        return f"{type(fault).__name__}: {lines[0]}"
-    return type(fault).__name__
+    line, *_ = str(fault).strip().splitlines() or [""]
+    return f"{type(fault).__name__}: {line.strip()}".removesuffix(": ")
 
 
 @contextlib.contextmanager
@@ -261,6 +262,7 @@ def _silent_stdout() -> Iterator[None]:
     """Context manager that silences stdout, where a failing exporter prints its whole graph."""
     if sys.stdout is not None:
         sys.stdout.flush()
+    # The printing is not Python's, so `contextlib.redirect_stdout` would not catch it.
     try:
         saved_stdout = os.dup(1)
     except OSError:  # the process has no stdout

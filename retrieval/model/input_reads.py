@@ -16,26 +16,28 @@ from torch.utils._pytree import tree_map_only
 
 from retrieval.errors import BundleError
 
-_COPIERS = {
-    *("__array__", "__dlpack__", "__format__", "data_ptr", "numpy"),
-    *("storage", "tolist", "untyped_storage"),
-}
-"""Methods of tensors that hand out numbers without an operator that torch dispatches."""
-
-_READERS = _COPIERS | {
-    *("__bool__", "__int__", "__index__", "__float__", "__complex__", "__contains__"),
-    *("item", "is_nonzero", "equal", "allclose"),
-}
-"""Functions of torch that turn a tensor's numbers into Python's, or into another library's."""
-
-_SHAPED_BY_NUMBERS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"),
-        *("bincount", "repeat_interleave"),
-    )
+# Methods of tensors that hand out numbers without an operator that torch dispatches.
+_COPIERS = frozenset(
+    {"__array__", "__dlpack__", "__format__", "data_ptr", "numpy", "storage", "tolist"}
+    | {"untyped_storage"}
 )
-"""Operators whose result has a shape that depends on the numbers of their arguments."""
+
+# Functions of torch that turn a tensor's numbers into Python's, or into another library's.
+_READERS = _COPIERS.union(
+    ["__bool__", "__int__", "__index__", "__float__", "__complex__", "__contains__"],
+    ["item", "is_nonzero", "equal", "allclose"],
+)
+
+# Operators whose result has a shape that depends on the numbers of their arguments.
+_SHAPED_BY_NUMBERS = {
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::bincount",
+    "aten::repeat_interleave",
+}
 
 ONE_BATCH = (
     "The model's Python code depends on how many items a batch has, but a graph must take batches"
@@ -65,7 +67,11 @@ def refuse_reads(module: nn.Module, example: tuple[Tensor, ...]) -> None:
 
         @classmethod
         def __torch_dispatch__(  # type: ignore[override]
-            cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+            cls,
+            func: Any,
+            types: Any,
+            args: Any = (),
+            kwargs: dict[str, Any] | None = None,
         ) -> Any:
             if torch.Tag.data_dependent_output in func.tags:
                 lines.append(_line())
@@ -122,7 +128,11 @@ class TracedReads(TorchFunctionMode):
         self.any_size = any_size
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call `func`, unless it reads a tensor that depends on the inputs."""
         name = getattr(func, "__name__", "")
@@ -138,7 +148,7 @@ class TracedReads(TorchFunctionMode):
         numbers, batch = _origins(value, of_shape, self.inputs)
         if numbers:
             raise _numbers_are_read(_line())
-        # torch's own code compares shapes and depends on none
+        # torch's own code compares shapes and depends on none.
         if batch and self.any_size and not _is_of_torch(_callers()[-1]):
             raise DependsOnInputs(f"{ONE_BATCH} The code is in {_line()}")
 

@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from retrieval.base.arrays import Array
 from retrieval.errors import DataError
 
+# Limit up to which float64 represents every whole number exactly.
 EXACT = 2.0**53
-"""Limit up to which float64 represents every whole number exactly."""
 
 ADVICE = "Leave those items out, or give them a label."
 
@@ -22,7 +22,11 @@ class LabelsError(DataError, ValueError):
     """Labels cannot be used; also a ValueError, as scikit-learn's users expect of `fit`."""
 
 
-def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> Array:
+def read_labels(
+    labels: Any,
+    what: str = "labels",
+    advice: str = ADVICE,
+) -> Array:
     """Return labels (N,) as an array of text or whole numbers.
 
     Floats with whole values become whole numbers, because pandas turns an integer column with gaps
@@ -46,7 +50,7 @@ def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> Arra
         if not isinstance(value, str) and not _is_whole(value):
             raise LabelsError(
                 f"The {what} must be whole numbers or text, so that they compare exactly; row {row}"
-                f" is {_shown(value)}."
+                f" is {_quoted(value)}."
             )
     if values and isinstance(values[0], str):
         return array.astype(str)
@@ -67,20 +71,22 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> Array:
         return array
     missing = np.flatnonzero([is_missing(value) for value in array])
     if len(missing):
-        rows = ", ".join(map(str, missing[:5].tolist())) + (", …" if len(missing) > 5 else "")
+        rows = ", ".join(map(str, missing[:5]))
+        if len(missing) > 5:
+            rows += ", …"
         are, plural = ("are", "s") if len(missing) > 1 else ("is", "")
         raise LabelsError(
             f"{len(missing):,} of {len(array):,} {what} {are} missing (None or NaN), in row{plural}"
             f" {rows}, counted from 0. {advice}"
         )
-    texts = np.array([isinstance(value, str) for value in array], bool)
-    if texts.any() and not texts.all():
-        rows = " and ".join(
-            f"row {row} is {_shown(array[row])}" for row in (texts.argmax(), (~texts).argmax())
-        )
+    is_text = np.array([isinstance(value, str) for value in array], bool)
+    if is_text.any() and not is_text.all():
+        text_row = is_text.argmax()
+        other_row = is_text.argmin()
         raise LabelsError(
-            f"The {what} are of two kinds, which never match: {rows}. Make them all text, or all"
-            " whole numbers."
+            f"The {what} are of two kinds, which never match: row {text_row} is"
+            f" {_quoted(array[text_row])} and row {other_row} is {_quoted(array[other_row])}. Make"
+            " them all text, or all whole numbers."
         )
     return array
 
@@ -95,15 +101,14 @@ def learner_labels(y: Any) -> Any:
         LabelsError: labels are missing, or of two kinds.
     """
     if y is None:
-        array = None
-    else:
-        array = _unchanged(y)
-    if array is None or array.ndim != 1 or not len(array):
+        return y
+    array = _unchanged(y)
+    if array.ndim != 1 or not len(array):
         return y
     array = read_values(array, "labels")
     if array.dtype.kind != "O":
         return array
-    if all(isinstance(v, str) or _is_whole(v) for v in array):
+    if all(isinstance(value, str) or _is_whole(value) for value in array):
         return read_labels(array)
     return y
 
@@ -113,6 +118,7 @@ def is_missing(value: Any) -> bool:
     # Comparing pandas' NA yields NA, which is neither true nor false.
     if value is None or type(value).__name__ == "NAType":
         return True
+    # NaN is the only value that differs from itself.
     try:
         return bool(value != value)
     except (TypeError, ValueError, RuntimeError):  # arrays have no truth value
@@ -160,15 +166,18 @@ def _is_whole(value: Any) -> bool:
 
 def _whole_numbers(values: list[Any]) -> Array:
     whole = [int(value) for value in values]
+    # Numbers beyond 64 bits stay Python's, which compare exactly too.
     for kind in (np.int64, np.uint64):
         with suppress(OverflowError):
             return np.array(whole, kind)
     return np.array(whole, object)
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     text = repr(value)
-    return f"{text if len(text) <= 40 else text[:39] + '…'} ({type(value).__name__})"
+    if len(text) > 40:
+        text = text[:39] + "…"
+    return f"{text} ({type(value).__name__})"
 
 
 def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:

@@ -69,21 +69,23 @@ class CheckedLoss(BaseMetricLossFunction):
         takes = getattr(type(self), "__retrieval_traits__", {})
         if indices_tuple is not None and not takes.get("miner", True):
             raise ValueError(f"{type(self).__name__} takes no miner's indices: remove the miner")
-        query = checked_embeddings(embeddings, "embeddings")
-        batch_only = ref_emb is None or ref_emb is embeddings
-        if not batch_only and not takes.get("ref_emb", True):
-            raise ValueError(f"{type(self).__name__} looks only at its batch and takes no ref_emb")
-        if batch_only:
-            reference = None
-        else:
-            reference = checked_embeddings(ref_emb, "ref_emb")
-        if labels is not None or indices_tuple is None:
-            labels = checked_labels(labels, query, "labels")
+        query = _checked_embeddings(embeddings, "embeddings")
+        # With a miner's indices, a loss needs no labels.
+        needs_labels = indices_tuple is None
+        if labels is not None or needs_labels:
+            labels = _checked_labels(labels, query, "labels")
             self._check_class_ids(labels)
-        if reference is None:
+        if ref_emb is None or ref_emb is embeddings:
+            reference = None
             ref_labels = None
-        elif ref_labels is not None or indices_tuple is None:
-            ref_labels = checked_labels(ref_labels, reference, "ref_labels")
+        else:
+            if not takes.get("ref_emb", True):
+                raise ValueError(
+                    f"{type(self).__name__} looks only at its batch and takes no ref_emb"
+                )
+            reference = _checked_embeddings(ref_emb, "ref_emb")
+            if ref_labels is not None or needs_labels:
+                ref_labels = _checked_labels(ref_labels, reference, "ref_labels")
         with torch.autocast(device_type=query.device.type, enabled=False):
             total: Tensor = super().forward(query, labels, indices_tuple, reference, ref_labels)
         return as_given(total, embeddings)
@@ -120,12 +122,18 @@ def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:
         The positions of the first and of the second items of the P pairs, each (P,). If a label has
         an odd number of items, its last item is in no pair.
     """
-    order = torch.argsort(labels, stable=True)
-    grouped = labels[order]
-    begins = torch.searchsorted(grouped, grouped)
-    place = torch.arange(len(labels), device=labels.device) - begins
-    first = torch.where((place[:-1] % 2 == 0) & (grouped[1:] == grouped[:-1]))[0]
+    ordered, order = torch.sort(labels, stable=True)
+    rank = _rank_in_run(ordered)
+    same_as_next = ordered[1:] == ordered[:-1]
+    is_even = rank[:-1] % 2 == 0
+    (first,) = torch.where(is_even & same_as_next)
     return order[first], order[first + 1]
+
+
+def _rank_in_run(ordered: Tensor) -> Tensor:
+    """Return how many equal labels precede each of N grouped labels (N,)."""
+    positions = torch.arange(len(ordered), device=ordered.device)
+    return positions - torch.searchsorted(ordered, ordered)
 
 
 def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,24 +145,21 @@ def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, T
         anchor, positive = pair_views(labels)
     else:
         ordered, order = torch.sort(labels, stable=True)
-        rank = torch.arange(len(labels)).to(order) - torch.searchsorted(ordered, ordered)
         references, reference_order = torch.sort(ref_labels, stable=True)
-        place = torch.searchsorted(references, ordered) + rank
-        has_partner = place < torch.searchsorted(references, ordered, right=True)
+        # The r-th item of a class is paired with the r-th reference of the class.
+        position = torch.searchsorted(references, ordered) + _rank_in_run(ordered)
+        has_partner = position < torch.searchsorted(references, ordered, right=True)
         anchor = order[has_partner]
-        positive = reference_order[place[has_partner]]
-    classes = labels[anchor]
-    turn = torch.arange(len(anchor)).to(anchor) - torch.searchsorted(classes, classes)
-    return anchor, positive, turn
+        positive = reference_order[position[has_partner]]
+    return anchor, positive, _rank_in_run(labels[anchor])
 
 
-def nothing(*embeddings: Tensor) -> dict[str, Any]:
-    """Return a sub-loss of 0 with a gradient of 0, in the format that reducers take."""
-    zero = sum((rows.sum() * 0 for rows in embeddings), embeddings[0].new_zeros(()))
-    return {"losses": zero, "indices": None, "reduction_type": "already_reduced"}
-
-
-def losses_of(losses: Tensor, indices: Any, kind: str, name: str = "loss") -> Losses:
+def losses_of(
+    losses: Tensor,
+    indices: Any,
+    kind: str,
+    name: str = "loss",
+) -> Losses:
     """Return the losses of items, pairs or triplets, in the format that reducers take.
 
     Args:
@@ -168,7 +173,8 @@ def losses_of(losses: Tensor, indices: Any, kind: str, name: str = "loss") -> Lo
 
 def item_losses(losses: Tensor) -> Losses:
     """Return one loss per item of the batch (B,), in the format that reducers take."""
-    return losses_of(losses, torch.arange(len(losses), device=losses.device), "element")
+    rows = torch.arange(len(losses), device=losses.device)
+    return losses_of(losses, rows, "element")
 
 
 def reduced_loss(loss: Tensor, name: str = "loss") -> Losses:
@@ -181,20 +187,23 @@ def reads_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def checked_embeddings(x: Any, name: str) -> Tensor:
+def _checked_embeddings(x: Any, name: str) -> Tensor:
     """Return embeddings (B, C) in full precision, after checking them."""
     if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
         raise ValueError(
             f"{name} must be a two-dimensional tensor of floating-point numbers, one row per item,"
             f" not {in_words(x)}"
         )
-    if reads_at_once(x.device) and not bool(torch.isfinite(x).all()):
-        wrong = int((~torch.isfinite(x)).any(1).sum())
-        raise DataError(f"{name} hold NaN or infinite numbers: {wrong} of {len(x)} items")
+    # On a GPU, the check would make each batch wait for the one before.
+    if reads_at_once(x.device):
+        finite = torch.isfinite(x).all(1)
+        if not finite.all():
+            wrong = int((~finite).sum())
+            raise DataError(f"{name} hold NaN or infinite numbers: {wrong} of {len(x)} items")
     return full_precision(x)
 
 
-def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
+def _checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
     """Return labels (B,) on the embeddings' device, after checking them."""
     if not isinstance(labels, Tensor) or labels.shape != items.shape[:1]:
         raise ValueError(
@@ -204,7 +213,11 @@ def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
     return labels.to(items.device)
 
 
-def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> Pairs:
+def listed_pairs(
+    indices: Any,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> Pairs:
     """Return a miner's three or four tensors as anchors, positives, anchors, negatives.
 
     `shape` are the numbers of embeddings and of references.
@@ -219,7 +232,9 @@ def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> 
             f" not {len(indices)} tensors"
         )
     tensors = [torch.as_tensor(indices_of, device=device).long() for indices_of in indices]
-    pairs = (tensors[0], tensors[1], tensors[-2] if len(tensors) == 4 else tensors[0], tensors[-1])
+    if len(tensors) == 3:  # the anchor of a triplet belongs to both of its pairs
+        tensors.insert(2, tensors[0])
+    pairs = (tensors[0], tensors[1], tensors[2], tensors[3])
     for anchors, partners in (pairs[:2], pairs[2:]):
         if anchors.shape != partners.shape or anchors.ndim != 1:
             raise ValueError(
@@ -227,15 +242,24 @@ def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> 
                 f" {tuple(anchors.shape)} and {tuple(partners.shape)}"
             )
         for tensor, size in zip((anchors, partners), shape, strict=True):
-            if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < size:
+            if not tensor.numel():
+                continue
+            low = int(tensor.min())
+            high = int(tensor.max())
+            if low < 0 or high >= size:
                 raise ValueError(
-                    f"a miner's indices go from {int(tensor.min())} to {int(tensor.max())}, but"
-                    f" there are {size} items: did the miner get the same batch and reference set?"
+                    f"a miner's indices go from {low} to {high}, but there are {size} items: did"
+                    " the miner get the same batch and reference set?"
                 )
     return pairs
 
 
-def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
+def checked_scalar(
+    value: Any,
+    what: str,
+    inputs: Tensor,
+    owner: nn.Module | None = None,
+) -> Tensor:
     """Return the result of a loss or objective if it is a valid scalar.
 
     The scalar must be differentiable in `inputs` or in the parameters of `owner`. `what` names the
@@ -268,9 +292,9 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
         raise PluginError(
             f"{what} gave {in_words(value)} on {value.device}; its input is on {inputs.device}."
         )
-    trains = inputs.requires_grad or (
-        owner is not None and any(p.requires_grad for p in owner.parameters())
-    )
+    trains = inputs.requires_grad
+    if owner is not None:
+        trains |= any(p.requires_grad for p in owner.parameters())
     # A loss may return a constant zero for a batch without pairs.
     if trains and not value.requires_grad and torch.is_grad_enabled() and float(value) != 0:
         raise PluginError(
@@ -281,7 +305,10 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
 
 
 def checked_indices(
-    picked: Any, what: str, sizes: tuple[int, int], device: torch.device
+    picked: Any,
+    what: str,
+    sizes: tuple[int, int],
+    device: torch.device,
 ) -> TripletIndices:
     """Return a miner's result as int64 tensors; `sizes` are the numbers of anchors and others.
 
@@ -294,32 +321,29 @@ def checked_indices(
     )
     if not isinstance(picked, list | tuple) or len(picked) not in (3, 4):
         raise breach(what, picked, f"{must}.")
-    devices = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
-    if devices or not all(
-        isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32) and x.ndim == 1
-        for x in picked
-    ):
-        names = ", ".join(sorted(devices))
-        if devices:
-            place = f" on {names} (the codes are on {device})"
-        else:
-            place = ""
-        raise breach(what, picked, f"{must}.", place)
-    if len(picked) == 3:
-        groups = [picked]
-    else:
-        groups = [picked[:2], picked[2:]]
+    others = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
+    if others:
+        names = ", ".join(sorted(others))
+        raise breach(what, picked, f"{must}.", f" on {names} (the codes are on {device})")
+    for x in picked:
+        is_integer = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
+        if not is_integer or x.ndim != 1:
+            raise breach(what, picked, f"{must}.")
+    groups = [picked] if len(picked) == 3 else [picked[:2], picked[2:]]
     if any(len({len(x) for x in group}) > 1 for group in groups):
         raise breach(what, picked, f"{must}, of equal length.")
     indices = [x.long() for x in picked]
-    limits: tuple[int, ...] = (sizes[0], sizes[1], sizes[1])
+    anchors, partners = sizes
+    limits = [anchors, partners, partners]
     if len(picked) == 4:
-        limits = sizes * 2
+        limits = [anchors, partners, anchors, partners]
     nonempty = [(x, size) for x, size in zip(indices, limits, strict=True) if len(x)]
     if nonempty:
         # One stacked tensor costs one transfer from the GPU, not one per limit.
-        ends = torch.stack([torch.stack(torch.aminmax(x)) for x, _ in nonempty]).tolist()
+        ranges = [torch.stack(torch.aminmax(x)) for x, _ in nonempty]
+        ends = torch.stack(ranges).tolist()
         for (low, high), (_, size) in zip(ends, nonempty, strict=True):
+            # On a GPU, a wrong index would fail at some later line, without a reason.
             if low < 0 or high >= size:
                 raise PluginError(
                     f"{what} gave indices from {low} to {high}, but the {size} items are numbered"
@@ -332,7 +356,9 @@ def count_indices(indices: TripletIndices | None) -> int:
     """Return the number of a miner's triplets, or of its positive and negative pairs."""
     if indices is None:
         return 0
-    return sum(anchors.numel() for anchors in (indices[:1] if len(indices) == 3 else indices[::2]))
+    if len(indices) == 3:
+        return indices[0].numel()
+    return indices[0].numel() + indices[2].numel()
 
 
 def checked_objective(
@@ -349,5 +375,8 @@ def checked_objective(
                 f"{what} gave {in_words(number)} for the metric '{name}' of objective; it must be"
                 " one number."
             )
+    # A metric with a gradient would keep the graph of its batch in memory until the epoch's end.
     metrics = {k: v.detach() if isinstance(v, Tensor) else v for k, v in metrics.items()}
-    return None if loss is None else checked_scalar(loss, f"{what}'s objective", codes), metrics
+    if loss is not None:
+        loss = checked_scalar(loss, f"{what}'s objective", codes)
+    return loss, metrics

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MetricFunction = Callable[..., float]
 """`metric(u, v, squared=False)` returns the (squared) distance of two feature vectors (F,)."""
+# Largest magnitude of a feature. Squares of larger ones, summed over pairs of items, overflow.
 LARGEST = 1e140
-"""Largest magnitude of a feature. Squares of larger ones, summed over pairs of items, overflow."""
 
 
 class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -59,9 +59,8 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             ValueError: the array has another shape or width, or holds NaN or infinity.
         """
         first, second = self._sides(pairs)
-        return np.asarray(
-            np.linalg.norm(self.transform(first) - self.transform(second), axis=1), np.float64
-        )
+        difference = self.transform(first) - self.transform(second)
+        return np.asarray(np.linalg.norm(difference, axis=1), np.float64)
 
     def pair_score(self, pairs: ArrayLike) -> Floats:
         """Return the similarity (P,) of each pair (P, 2, F); larger is more alike.
@@ -84,10 +83,11 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 vector of another shape or width, or with NaN or infinity.
         """
         check_is_fitted(self)
+        # A copy, so that another `fit` does not change the function.
         frozen = copy.deepcopy(self)
 
         def metric(u: ArrayLike, v: ArrayLike, squared: bool = False) -> float:
-            pair = np.stack(two_vectors(u, v, frozen.n_features_in_))
+            pair = np.stack(_two_vectors(u, v, frozen.n_features_in_))
             distance = float(frozen.pair_distance(pair[None])[0])
             if squared:
                 return distance**2
@@ -129,19 +129,22 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     def _chosen_seed(self) -> int:
         """Return the seed from `seed` or `random_state`, or 0 if both are None."""
-        both = {name: getattr(self, name, None) for name in ("seed", "random_state")}
-        seeds = {name: value for name, value in both.items() if value is not None}
-        for name, value in seeds.items():
+        seeds = set()
+        for name in ("seed", "random_state"):
+            value = getattr(self, name, None)
+            if value is None:
+                continue
             if not isinstance(value, numbers.Integral) or value < 0:
                 raise ValueError(
                     f"{name} is {value!r}; it must be a whole number of at least 0, or None for 0."
                 )
-        if len(set(seeds.values())) > 1:
+            seeds.add(int(value))
+        if len(seeds) > 1:
             raise ValueError(
                 f"seed is {self.seed} and random_state is {self.random_state}. They are two names"
                 " of one parameter: give one of them, or both the same number."
             )
-        return int(next(iter(seeds.values()), 0))
+        return seeds.pop() if seeds else 0
 
     @property
     def _n_features_out(self) -> int:
@@ -166,7 +169,7 @@ def refuse_overflow(x: Floats) -> None:
         )
 
 
-def two_vectors(u: ArrayLike, v: ArrayLike, features: int) -> tuple[Floats, Floats]:
+def _two_vectors(u: ArrayLike, v: ArrayLike, features: int) -> tuple[Floats, Floats]:
     """Check two feature vectors and return them as float64."""
     first = np.asarray(u, dtype=np.float64)
     second = np.asarray(v, dtype=np.float64)
@@ -196,7 +199,10 @@ class LinearMap(MetricLearner):
         """Return embeddings (N, C) of features (N, F), to be compared by Euclidean distance."""
         check_is_fitted(self, "components_")
         x = validate_data(self, X, reset=False, dtype=(np.float64, np.float32))
-        codes: Floats = (x - self.mean_.astype(x.dtype)) @ self.components_.T.astype(x.dtype)
+        # Embeddings get the features' type: float32 takes half the memory.
+        mean = self.mean_.astype(x.dtype)
+        components = self.components_.astype(x.dtype)
+        codes: Floats = (x - mean) @ components.T
         return codes
 
     def get_mahalanobis_matrix(self) -> Floats:
@@ -213,10 +219,11 @@ class LinearMap(MetricLearner):
     def get_metric(self) -> MetricFunction:
         """Return a function that returns the learned distance of two feature vectors (F,)."""
         check_is_fitted(self, "components_")
+        # One product for both vectors, where the base class would transform and check each.
         components = np.array(self.components_, dtype=np.float64)
 
         def metric(u: ArrayLike, v: ArrayLike, squared: bool = False) -> float:
-            first, second = two_vectors(u, v, components.shape[1])
+            first, second = _two_vectors(u, v, components.shape[1])
             difference = components @ (first - second)
             square = float(difference @ difference)
             if squared:
@@ -240,7 +247,7 @@ class LinearMap(MetricLearner):
 def deviations(x: Floats) -> Floats:
     """Return each feature's standard deviation (F,), or 1 for a constant feature."""
     deviation = x.std(axis=0)
-    scales: Floats = np.where(
-        deviation > len(x) * np.finfo(np.float64).eps * np.abs(x).max(axis=0), deviation, 1.0
-    )
+    # A constant feature's deviation is rarely 0, because its mean is rounded.
+    rounding = len(x) * np.finfo(np.float64).eps * np.abs(x).max(axis=0)
+    scales: Floats = np.where(deviation > rounding, deviation, 1.0)
     return scales

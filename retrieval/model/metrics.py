@@ -45,7 +45,8 @@ class RecallAt:
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
         """Return the recall, 1 or 0, for each query (Q,)."""
-        return np.asarray(matches[:, : self.k].any(axis=1), dtype=np.float64)
+        has_match = matches[:, : self.k].any(axis=1)
+        return np.asarray(has_match, dtype=np.float64)
 
 
 class PrecisionAt:
@@ -65,7 +66,8 @@ class PrecisionAt:
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
         """Return the precision for each query (Q,)."""
-        return np.asarray(np.count_nonzero(matches[:, : self.k], axis=1) / self.k)
+        counts = np.count_nonzero(matches[:, : self.k], axis=1)
+        return np.asarray(counts / self.k)
 
 
 class RPrecision:
@@ -78,7 +80,8 @@ class RPrecision:
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
         """Return the R-precision for each query (Q,)."""
-        return np.asarray(np.count_nonzero(_within_r(matches, relevant), axis=1) / relevant)
+        counts = np.count_nonzero(_within_r(matches, relevant), axis=1)
+        return np.asarray(counts / relevant)
 
 
 class MAPAtR:
@@ -128,7 +131,9 @@ class NDCGAt:
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
         """Return the nDCG@K for each query (Q,)."""
         gains = matches[:, : self.k].astype(np.float64)
-        return self.graded(gains, np.arange(gains.shape[1]) < relevant[:, None])
+        # Without grades, the best order has all relevant items first.
+        ideal = np.arange(gains.shape[1]) < relevant[:, None]
+        return self.graded(gains, ideal)
 
     def graded(self, gains: Floats, ideal: Array) -> Values:
         """Return a number from 0 to 1 for each query (Q,).
@@ -140,22 +145,24 @@ class NDCGAt:
         return np.asarray(self._discounted(gains) / self._discounted(ideal))
 
     def _discounted(self, grades: Array) -> Values:
-        grades = grades[:, : self.k].astype(np.float64)
+        gains = grades[:, : self.k].astype(np.float64)
         if self.gain == "exponential":
-            gains = np.exp2(grades) - 1
-        else:
-            gains = grades
-        return np.asarray((gains / np.log2(np.arange(2, gains.shape[1] + 2))).sum(axis=1))
+            gains = np.exp2(gains) - 1
+        # Ranks count from 1, and the discount of rank i is log2(i + 1).
+        discounts = np.log2(np.arange(2, gains.shape[1] + 2))
+        return np.asarray((gains / discounts).sum(axis=1))
 
 
 def _within_r(matches: Matches, relevant: Relevant) -> Matches:
     """Return `matches` up to each query's rank R; all later ranks are False."""
     matches = matches[:, : int(relevant.max(initial=0))]
-    return matches & (np.arange(matches.shape[1]) < relevant[:, None])
+    is_within = np.arange(matches.shape[1]) < relevant[:, None]
+    return matches & is_within
 
 
 def _summed_precision(matches: Matches) -> Values:
     """Return Σ_i rel(i) · Precision@i (Q,)."""
+    # In place: three arrays of this size would exist otherwise.
     terms = np.cumsum(matches, axis=1, dtype=np.float64)
     terms *= matches
     terms *= 1 / np.arange(1, matches.shape[1] + 1)
@@ -188,18 +195,22 @@ def metric(name: str) -> Metric:
     Raises:
         RetrievalError: no metric has that name; the message suggests the closest.
     """
-    match = re.fullmatch(r"(.+)_(\d{1,9})", name)
-    stem, values = (match[1], {"k": int(match[2])}) if match else (name, {})
+    stem = name
+    values = {}
+    if match := re.fullmatch(r"(.+)_(\d{1,9})", name):
+        stem = match[1]
+        values = {"k": int(match[2])}
     factory = _built_in().get(stem)
     if factory is not None and bool(values) == bool(factory.parameters):
         return cast("Metric", factory.build(values))
-    numbers = [1, 2, 4, 8, 10, values.get("k", 1)]
-    suggestions = [
-        f"{short}_{k}" if factory.parameters else short
-        for short, factory in _built_in().items()
-        for k in numbers
-    ]
-    closest = did_you_mean(name.lower().replace("@", "_at_"), dict.fromkeys(suggestions))
+    suggestions: list[str] = []
+    for short, factory in _built_in().items():
+        if factory.parameters:
+            # The usual numbers, and the one that the user wrote.
+            suggestions += [f"{short}_{k}" for k in (1, 2, 4, 8, 10, values.get("k", 1))]
+        else:
+            suggestions.append(short)
+    closest = did_you_mean(name.lower().replace("@", "_at_"), suggestions)
     raise RetrievalError(
         f"There is no metric '{name}'.{closest}"
         " Built in are recall_at_K, precision_at_K, ndcg_at_K (K a number), r_precision, map_at_r"

@@ -63,7 +63,10 @@ class Prefix(nn.Module):
 
 
 def build_head(
-    features: int, embedding_size: int, hidden: Sequence[int] = (), normalise: bool = True
+    features: int,
+    embedding_size: int,
+    hidden: Sequence[int] = (),
+    normalise: bool = True,
 ) -> nn.Sequential:
     """Return the default head: linear layers with ReLU between them, then unit length."""
     widths = [features, *hidden]
@@ -90,7 +93,10 @@ class Model(nn.Module):
     """
 
     def __init__(
-        self, backbone: Backbone, head: nn.Module, combiner: Combiner | None = None
+        self,
+        backbone: Backbone,
+        head: nn.Module,
+        combiner: Combiner | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -98,10 +104,11 @@ class Model(nn.Module):
         self.combiner = combiner
         self.channels_last = False
         if self.preprocessing is not None:
-            mean = torch.tensor(self.preprocessing.mean)
-            std = torch.tensor(self.preprocessing.std)
-            self.register_buffer("scale", (1 / (255 * std)).view(1, -1, 1, 1), persistent=False)
-            self.register_buffer("shift", (-mean / std).view(1, -1, 1, 1), persistent=False)
+            mean = torch.tensor(self.preprocessing.mean).view(1, -1, 1, 1)
+            std = torch.tensor(self.preprocessing.std).view(1, -1, 1, 1)
+            # Not persistent: they follow from the backbone's preprocessing.
+            self.register_buffer("scale", 1 / (255 * std), persistent=False)
+            self.register_buffer("shift", -mean / std, persistent=False)
 
     @property
     def preprocessing(self) -> Preprocessing | None:
@@ -111,8 +118,9 @@ class Model(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device of the first parameter or buffer; the CPU if there is none."""
-        tensors = itertools.chain(self.parameters(), self.buffers())
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+        for tensor in itertools.chain(self.parameters(), self.buffers()):
+            return tensor.device
+        return torch.device("cpu")
 
     def features(self, inputs: Tensor) -> Tensor:
         """Return features (B, F) of raw pixels or vectors."""
@@ -141,6 +149,7 @@ class Model(nn.Module):
         """Return distances (Q, R) between codes (Q, C) and (R, C); smaller is closer."""
         if self.combiner is not None:
             return self.combiner.compute_mat(query, reference)
+        # The product of matrices would be faster, but cancels digits of small distances.
         return torch.cdist(
             query.float(), reference.float(), compute_mode="donot_use_mm_for_euclid_dist"
         )
@@ -154,7 +163,8 @@ class Model(nn.Module):
         if self.combiner is not None:
             return self.combiner.pairwise_distance(x, y)
         # 1e-12 keeps the gradient of the root finite at zero.
-        return ((x - y).square().sum(-1) + 1e-12).sqrt()
+        squares = (x - y).square().sum(-1)
+        return (squares + 1e-12).sqrt()
 
 
 def _channels_last(images: Tensor) -> Tensor:
@@ -162,7 +172,8 @@ def _channels_last(images: Tensor) -> Tensor:
         return images.contiguous(memory_format=torch.channels_last)
     # With one channel, both formats have the same order in memory, so torch would keep the strides.
     images = images.contiguous()
-    return images.as_strided(images.shape, (images.stride(0), 1, images.stride(2), 1))
+    strides = (images.stride(0), 1, images.stride(2), 1)
+    return images.as_strided(images.shape, strides)
 
 
 class Shift(nn.Module):
@@ -186,11 +197,17 @@ def linear_head(components: Floats, mean: Floats) -> nn.Sequential:
     linear = nn.Linear(features, width, bias=False)
     with torch.no_grad():
         linear.weight.copy_(torch.from_numpy(np.array(components, dtype=np.float32)))
-    return nn.Sequential(Shift(torch.from_numpy(np.array(mean, dtype=np.float32))), linear)
+    # A copy, so that changing the learner's attributes does not change the head.
+    offset = torch.from_numpy(np.array(mean, dtype=np.float32))
+    return nn.Sequential(Shift(offset), linear)
 
 
 def checked_rows(
-    value: Any, what: str, like: tuple[int, int], device: torch.device, of: str
+    value: Any,
+    what: str,
+    like: tuple[int, int],
+    device: torch.device,
+    of: str,
 ) -> Tensor:
     """Return a value if it is a floating-point matrix of the expected shape and device.
 
@@ -205,18 +222,14 @@ def checked_rows(
         PluginError: the value has another type, shape or device.
     """
     rows, width = like
-    if not (
-        isinstance(value, Tensor)
-        and value.ndim == 2
-        and value.is_floating_point()
-        and len(value) == rows
-        and width in (-1, value.shape[1])
-    ):
+    is_matrix = isinstance(value, Tensor) and value.ndim == 2 and value.is_floating_point()
+    if not is_matrix or len(value) != rows or width not in (-1, value.shape[1]):
         expected = f"({rows}, {'any width' if width < 0 else width})"
         raise breach(what, value, f"{of}: floating-point numbers of shape {expected}.")
     if value.device != device:
         raise PluginError(f"{what} gave {of} on {value.device}; its input is on {device}.")
-    return value
+    matrix: Tensor = value
+    return matrix
 
 
 def check_width(features: Any, what: str, width: int) -> None:
@@ -227,13 +240,16 @@ def check_width(features: Any, what: str, width: int) -> None:
 
 
 def combiner_warnings(
-    combiner: Combiner | None, metrics: Mapping[str, float], what: str
+    combiner: Combiner | None,
+    metrics: Mapping[str, float],
+    what: str,
 ) -> list[str]:
     """Return a combiner's warnings for the user."""
     if combiner is None:
         return []
     with calling(what):
         sentences: Any = combiner.warnings(metrics)
+        # Each character of a single sentence would become a warning.
         if isinstance(sentences, str):
             sentences = [sentences]
         return [str(sentence) for sentence in sentences]

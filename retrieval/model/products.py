@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retrieval.base.arrays import Bools, Floats64, Ints
+from retrieval.base.arrays import Array, Bools, Floats64, Ints
 from retrieval.errors import PluginError
 from retrieval.host.factory import calling
 from retrieval.images.preprocessing import Preprocessing
@@ -63,7 +63,8 @@ def check_generator(product: Any, name: str) -> Generator:
     generator = check_kind(product, Generator, name)
     allowed = {"replaces": ("positive", "negative"), "space": ("features", "embeddings")}
     for part, (first, second) in allowed.items():
-        if (value := getattr(generator, part)) not in (first, second):
+        value = getattr(generator, part)
+        if value not in (first, second):
             raise PluginError(
                 f'The generator {name} has {part} = {value!r}; it must be "{first}" or "{second}".'
             )
@@ -82,7 +83,12 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
     return head
 
 
-def check_distances(combiner: Combiner, name: str, head: nn.Module, features: int) -> Combiner:
+def check_distances(
+    combiner: Combiner,
+    name: str,
+    head: nn.Module,
+    features: int,
+) -> Combiner:
     """Return a combiner if its distances have the right shapes, else raise a `PluginError`."""
     what = f"The combiner {name}"
     if combiner.is_inverted:
@@ -92,6 +98,7 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
         )
     with calling(what), untouched(head, combiner):
         codes = head(torch.randn(3, features))
+        # Fewer references than queries, so that swapped axes show.
         mat = combiner.compute_mat(codes, codes[:2])
         rows = combiner.pairwise_distance(codes, codes)
     of = "a distance for each query and reference"
@@ -104,14 +111,14 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
 
 def check_learner(learner: Any, name: str) -> None:
     """Raise a `PluginError` if a learner lacks a method or is a class."""
-    missing = [
-        m for m in ("fit", "transform", "to_model_parts") if not callable(getattr(learner, m, None))
-    ]
-    if missing or inspect.isclass(learner):
-        if missing:
-            fault = f"without {', '.join(missing)}"
-        else:
-            fault = "(a class, not an instance)"
+    methods = ("fit", "transform", "to_model_parts")
+    missing = [method for method in methods if not callable(getattr(learner, method, None))]
+    fault = ""
+    if missing:
+        fault = f"without {', '.join(missing)}"
+    elif inspect.isclass(learner):
+        fault = "(a class, not an instance)"
+    if fault:
         raise PluginError(
             f"{name} gave {in_words(learner)} {fault}; a learner must have fit, transform and"
             " to_model_parts."
@@ -149,6 +156,7 @@ class CheckedMetric:
         self.what = f"The metric {name}"
         refuse_class(metric, self.what)
         depth = getattr(metric, "depth", None)
+        # True is an int for Python, but no number of neighbours.
         is_count = isinstance(depth, int) and not isinstance(depth, bool) and depth >= 1
         if not callable(metric) or not (is_count or depth in ("relevant", "all")):
             raise PluginError(
@@ -170,25 +178,37 @@ class CheckedMetric:
             return None
         return lambda gains, ideal: self._checked(len(gains), graded, gains, ideal)
 
-    def _checked(self, queries: int, call: Callable[..., Any], *arrays: Any) -> Floats64:
+    def _checked(
+        self,
+        queries: int,
+        call: Callable[..., Any],
+        *arrays: Any,
+    ) -> Floats64:
         with calling(self.what):
             result = call(*arrays)
+        values: Array = np.empty(())
+        # A list of lists of unequal length, or a tensor on a GPU, becomes no array.
         with contextlib.suppress(ValueError, TypeError):
             values = np.asarray(result)
-            if values.shape == (queries,) and values.dtype.kind in "fiub":
-                values = values.astype(np.float64)
-                wrong = ~np.isfinite(values)
-                if self.finite and wrong.any():
-                    raise PluginError(
-                        f"{self.what} gave NaN or infinite values for {wrong.sum()} of {queries}"
-                        " queries."
-                    )
-                values[wrong] = np.nan
-                return values
-        raise breach(self.what, result, f"one number per query, of shape ({queries},).")
+        if values.shape != (queries,) or values.dtype.kind not in "fiub":
+            raise breach(self.what, result, f"one number per query, of shape ({queries},).")
+        values = values.astype(np.float64)
+        wrong = ~np.isfinite(values)
+        if self.finite and wrong.any():
+            raise PluginError(
+                f"{self.what} gave NaN or infinite values for {wrong.sum()} of {queries} queries."
+            )
+        values[wrong] = np.nan
+        return values
 
 
-IMAGENET = Preprocessing((224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256)
+IMAGENET = Preprocessing(
+    (224, 224),
+    channels=3,
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+    resize=256,
+)
 """The default: the preprocessing that most networks trained on ImageNet expect."""
 
 
@@ -202,7 +222,12 @@ class ModuleBackbone(Backbone):
         width: width F' of the dataset's vectors; `None` for images.
     """
 
-    def __init__(self, module: nn.Module, name: str, width: int | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        width: int | None,
+    ) -> None:
         super().__init__()
         self.module = module
         shape: tuple[int, ...] = () if width is None else (width,)
@@ -211,13 +236,14 @@ class ModuleBackbone(Backbone):
             if isinstance(self.preprocessing, Preprocessing):  # else `check_backbone` raises
                 shape = (self.preprocessing.channels, *self.preprocessing.size)
         weight = next(module.parameters(), torch.empty(0))
-        probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(weight.device)
+        # The same in every process, because the hash of the output is part of the cache's key.
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.rand(2, *shape, generator=generator).to(weight.device)
         what = f"The backbone {name}"
-        with calling(what), untouched(module):
-            if shape:
+        output = torch.zeros(2, 1)
+        if shape:
+            with calling(what), untouched(module):
                 output = module(probe)
-            else:
-                output = torch.zeros(2, 1)
         features = checked_rows(output, what, (2, -1), weight.device, "features")
         self.features = int(features.shape[1])
         content = features.float().cpu().numpy().tobytes()

@@ -77,16 +77,17 @@ def rows_of_loss(loss: nn.Module, mined: bool) -> Rows | None:
         return "classes"
     if mined and (kind == "items" or not getattr(loss, "rows_mined", True)):
         return None
-    names = ("embedding_regularizer", "weight_regularizer")
-    if any(getattr(loss, name, None) is not None for name in names):
-        return None
+    # A regulariser's penalty is no sum of the rows' numbers.
+    for name in ("embedding_regularizer", "weight_regularizer"):
+        if getattr(loss, name, None) is not None:
+            return None
     if not isinstance(loss, BaseMetricLossFunction):
         return None
-    every = _reducers(loss.reducer)
-    plain = all(type(reducer) in _REDUCERS and not reducer.collect_stats for reducer in every)
-    if plain:
-        return cast(Rows, kind)
-    return None
+    for reducer in _reducers(loss.reducer):
+        # A subclass may reduce in a way that sums and counts do not give.
+        if type(reducer) not in _REDUCERS or reducer.collect_stats:
+            return None
+    return cast(Rows, kind)
 
 
 def compares_with_classes(loss: nn.Module) -> bool:
@@ -103,11 +104,15 @@ class Sums(nn.Module):
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}
 
     def forward(
-        self, losses: Mapping[str, Mapping[str, Any]], embeddings: Tensor, labels: Any
+        self,
+        losses: Mapping[str, Mapping[str, Any]],
+        embeddings: Tensor,
+        labels: Any,
     ) -> Tensor:
         """Return 0 and store sums and counts in `sums`."""
         for name, sub_loss in losses.items():
-            self.sums[name] = _summed(name, sub_loss, _reducer(self.inner, name), embeddings)
+            reducer = _reducer(self.inner, name)
+            self.sums[name] = _summed(name, sub_loss, reducer, embeddings)
         return embeddings.sum() * 0
 
 
@@ -138,18 +143,25 @@ def row_sums(
     """
     arguments: tuple[Any, ...] = ()
     if kind == "anchors":
-        if indices is None:
-            picked = None
-        else:
-            picked = _of_rows(indices, start, len(rows))
-        if indices is None and not getattr(loss, "rows_by_labels", False):
-            picked = _pairs(labels, whole[1], start)
-        arguments = (picked, *whole)
+        pairs = None
+        if indices is not None:
+            pairs = _of_rows(indices, start, len(rows))
+        elif not getattr(loss, "rows_by_labels", False):
+            pairs = _pairs(labels, whole[1], start)
+        arguments = (pairs, *whole)
     with _collecting(loss, start) as sums_by_name:
         loss(rows, labels, *arguments)
-    none = rows.sum() * 0, torch.zeros((), dtype=torch.int64, device=rows.device)
+    none = _no_numbers(rows)
     sums = [sums_by_name.get(name, none) for name in loss.sub_loss_names()]
-    return torch.stack([total for total, _ in sums]), torch.stack([count for _, count in sums])
+    totals = torch.stack([total for total, _ in sums])
+    counts = torch.stack([count for _, count in sums])
+    return totals, counts
+
+
+def _no_numbers(embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a sum and a count of 0; the sum depends on the embeddings, as other sums do."""
+    count = torch.zeros((), dtype=torch.int64, device=embeddings.device)
+    return embeddings.sum() * 0, count
 
 
 @contextmanager
@@ -178,11 +190,15 @@ def _reducer(reducer: Any, name: str) -> Any:
 
 
 def _summed(
-    name: str, sub_loss: Mapping[str, Any], reducer: Any, embeddings: Tensor
+    name: str,
+    sub_loss: Mapping[str, Any],
+    reducer: Any,
+    embeddings: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum and count of the numbers of a sub-loss that its reducer would combine."""
     losses = sub_loss["losses"]
-    none = embeddings.sum() * 0, torch.zeros((), dtype=torch.int64, device=embeddings.device)
+    none = _no_numbers(embeddings)
+    # pytorch-metric-learning writes the number 0 for a sub-loss without pairs.
     if not isinstance(losses, Tensor):
         return none
     if sub_loss["reduction_type"] == "summed":
@@ -195,13 +211,15 @@ def _summed(
             )
         return none
     losses = losses.flatten()
-    mask = torch.ones_like(losses, dtype=torch.bool)
+    counted = torch.ones_like(losses, dtype=torch.bool)
+    # AvgNonZeroReducer is a ThresholdReducer with the limit 0.
     if isinstance(reducer, reducers.ThresholdReducer):
         if reducer.low is not None:
-            mask &= losses > reducer.low
+            counted &= losses > reducer.low
         if reducer.high is not None:
-            mask &= losses < reducer.high
-    return losses[mask].sum() + none[0], mask.sum()
+            counted &= losses < reducer.high
+    # Adding the zero gives an empty selection a gradient too.
+    return losses[counted].sum() + none[0], counted.sum()
 
 
 def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
@@ -209,11 +227,12 @@ def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
     groups: list[tuple[Tensor, ...]] = [indices]
     if len(indices) == 4:
         groups = [indices[:2], indices[2:]]
-    picked: list[Tensor] = []
+    selected: list[Tensor] = []
     for anchors, *partners in groups:
         mask = (anchors >= start) & (anchors < start + count)
-        picked += [anchors[mask] - start, *(other[mask] for other in partners)]
-    return cast(TripletIndices, tuple(picked))
+        selected.append(anchors[mask] - start)
+        selected += [partner[mask] for partner in partners]
+    return cast(TripletIndices, tuple(selected))
 
 
 def _pairs(labels: Tensor, batch_labels: Tensor, start: int) -> TripletIndices:
@@ -249,9 +268,10 @@ def world_of() -> tuple[int, int]:
 
 def shards_of(module: nn.Module) -> dict[str, Shard]:
     """Return the shards of a module and its submodules, by the parameter's `state_dict` name."""
-    return {
-        f"{place}.{name}" if place else name: shard
-        for place, submodule in module.named_modules()
-        if isinstance(shards := getattr(submodule, "shards", None), dict)
-        for name, shard in shards.items()
-    }
+    by_name: dict[str, Shard] = {}
+    for path, submodule in module.named_modules():
+        shards = getattr(submodule, "shards", None)
+        # Another project's module may have an attribute of that name.
+        if isinstance(shards, dict):
+            by_name |= {f"{path}.{name}".lstrip("."): shard for name, shard in shards.items()}
+    return by_name
