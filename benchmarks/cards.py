@@ -127,7 +127,7 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     import torch
     from retrieval.evaluation.evaluate_run import evaluate
     from retrieval.recipe.read import apply_overrides, check_recipe
-    from retrieval.run import checkpoint
+    from retrieval.run import checkpoint_format
     from retrieval.run.folder import create_folder
     from retrieval.run.open import Run, build_run, run_versions
     from retrieval.training.trainer import train_run
@@ -141,7 +141,7 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         if row.untrained:
-            checkpoint.seed_everything(seed)
+            checkpoint_format.seed_everything(seed)
             create_folder(folder, checked)
             run = build_run(folder, checked)
         else:

@@ -30,7 +30,7 @@ from retrieval.store import record
 from retrieval.store.contract import widths_of
 from retrieval.store.filters import as_filter
 from retrieval.store.folder import create_local, identity_of
-from retrieval.store.structure import StructureChoice
+from retrieval.store.search_structure import StructureChoice
 
 import living_model as living
 from bench import page

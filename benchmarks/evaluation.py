@@ -29,7 +29,7 @@ SETS, CALLS = ("images", "small classes"), 3
 def items_of(name: str, count: int) -> tuple[Any, Any]:
     random = np.random.default_rng(0)
     if name == "images":
-        from retrieval.data.published import read_idx
+        from retrieval.data.image_archives import read_idx
         from sklearn.decomposition import PCA
 
         images = read_idx(bench.FASHION / "train-images-idx3-ubyte.gz", 3).reshape(60_000, -1)

@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from retrieval.bundle.bundle import Bundle
-from retrieval.store import record, structure, upkeep
+from retrieval.store import record, search_structure, upkeep
 from retrieval.store.contract import Generation, Item, widths_of
 from retrieval.store.filters import as_filter
 from retrieval.store.local import LocalStore
@@ -113,7 +113,7 @@ def item_of(id: str, version: int, bundle: int) -> Item:
 def frequent_upkeep() -> None:
     """Let a few rows and pages start the upkeep, so that all its work happens often."""
     upkeep._MIN_DEAD_ROWS = FLUSH
-    structure.MIN_ROWS = LEAST
+    search_structure.MIN_ROWS = LEAST
     record._CHECKPOINT_PAGES = 40
 
 
@@ -350,7 +350,7 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
         rows = record.ask(connection, "select stem, widths, structure from generations")
     named = {f"arrays/{stem}.{name}" for stem, widths, _ in rows for name in json.loads(widths)}
     for *_, text in rows:
-        named |= {f"arrays/{name}" for name in structure.Structure.names(text)}
+        named |= {f"arrays/{name}" for name in search_structure.Structure.names(text)}
     named |= {f"bundles/{generation.bundle[:16]}/" for generation in store.generations()}
     named |= {"index.json", "acknowledged"}
     named |= {record.RECORD_FILE + end for end in ("", "-wal", "-shm")}

@@ -36,9 +36,9 @@ import numpy as np
 from retrieval.training.comparison import statistics
 from retrieval.training.comparison.plan import ComparisonPlan
 from retrieval.training.comparison.result import Comparison, Contestant, Tuning
-from retrieval.training.comparison.search import Trial, agreement
 from retrieval.training.comparison.statistics import MeanDifference, number
-from retrieval.training.comparison.written import interval_text
+from retrieval.training.comparison.tables import interval_text
+from retrieval.training.comparison.tuning import Trial, agreement
 
 import bench
 import pictures

@@ -23,7 +23,7 @@ import numpy as np
 import retrieval
 from numpy.typing import NDArray
 from PIL import Image
-from retrieval.data.published import read_idx
+from retrieval.data.image_archives import read_idx
 
 from bench import DOCS, FASHION, finish, page
 

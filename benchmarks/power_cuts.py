@@ -27,7 +27,7 @@ from typing import Any
 
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RetrievalError
-from retrieval.store import view
+from retrieval.store import snapshot_view
 from retrieval.store.contract import widths_of
 from retrieval.store.folder import create_local
 from retrieval.store.local import LocalStore
@@ -63,7 +63,7 @@ def forget(fault: str) -> None:
 
         Record._open = careless  # type: ignore[method-assign]
     else:
-        os.fsync = view.sync_data = lambda file: (
+        os.fsync = snapshot_view.sync_data = lambda file: (
             None if stat.S_ISDIR(os.fstat(file).st_mode) else sync(file)
         )
 

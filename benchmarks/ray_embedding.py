@@ -22,7 +22,7 @@ import psutil
 from PIL import Image
 from retrieval.base.progress import Progress
 from retrieval.helpers import read_idx
-from retrieval.index.embedding import Embedding, EmbeddingOptions, embed_sources
+from retrieval.index.write_embeddings import Embedding, EmbeddingOptions, embed_sources
 
 from bench import FASHION, Row, arguments, finish, machine, page, versions
 

@@ -13,7 +13,7 @@ from retrieval.bundle.manifest import DistanceEntry, Input, Manifest, Verified, 
 from retrieval.store.contract import Item
 from retrieval.store.folder import create_local
 from retrieval.store.local import LocalStore
-from retrieval.store.structure import StructureChoice
+from retrieval.store.search_structure import StructureChoice
 
 from retrieval_engines.testing.small_bundles import save_graph
 

@@ -27,7 +27,7 @@ from typing import Any
 import faiss
 import numpy as np
 from retrieval.bundle.bundle import Encoded
-from retrieval.data.published import read_idx
+from retrieval.data.image_archives import read_idx
 from retrieval.index.index import Index
 from retrieval.store.backends import make_backend
 from retrieval.store.search import Companion, nearest

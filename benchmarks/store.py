@@ -77,7 +77,7 @@ class Local(System):
         from retrieval.store.filters import parse_filter
         from retrieval.store.folder import create_local
         from retrieval.store.local import LocalStore
-        from retrieval.store.structure import StructureChoice
+        from retrieval.store.search_structure import StructureChoice
 
         self.item, self.parse = Item, parse_filter
         if not (self.folder / "index").exists():

@@ -28,7 +28,7 @@ from retrieval.base.progress import Meter
 from retrieval.data.augment import built_transforms
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.recipe.read import check_recipe
-from retrieval.run import checkpoint
+from retrieval.run import checkpoint_format
 from retrieval.run.open import Run, build_run
 from retrieval.training.process import make_accelerator
 from retrieval.training.trainer import Trainer
@@ -140,7 +140,7 @@ def write_pictures(folder: Path) -> None:
 def by_trainer(case: Case, folder: Path, pictures: Path, **train: Any) -> Epoch:
     """Return a function that runs an epoch of the trainer, without validation and checkpoints."""
     made = check_recipe(recipe(case, pictures, **train))
-    checkpoint.seed_everything(0)
+    checkpoint_format.seed_everything(0)
     run = build_run(folder, made)
     trainer = Trainer(run, make_accelerator(made))
     if case.files:
@@ -167,7 +167,7 @@ def by_trainer(case: Case, folder: Path, pictures: Path, **train: Any) -> Epoch:
 
 def by_hand(case: Case, folder: Path, pictures: Path) -> Epoch:
     """Return a function that runs an epoch of the hand-written loop."""
-    checkpoint.seed_everything(0)
+    checkpoint_format.seed_everything(0)
     run = build_run(folder, check_recipe(recipe(case, pictures)))
     assert run.objective is not None
     net = nn.Sequential(run.model.backbone, run.model.head).train()

@@ -31,7 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.index.index import Index
-from retrieval.store import structure, upkeep
+from retrieval.store import search_structure, upkeep
 from retrieval.store.contract import Item
 from retrieval.store.folder import create_local
 
@@ -66,7 +66,7 @@ def vectors_of(writer: int, group: int, state: int) -> Any:
 def write(folder: Path, writer: int, seed: int) -> None:
     """Write until told to stop."""
     drawn, (states, stop) = random.Random(seed), board(folder)
-    upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 100  # so that upkeep has work
+    upkeep._MIN_DEAD_ROWS = search_structure.MIN_ROWS = 100  # so that upkeep has work
     with Index.open(folder / "index", threads=1) as index:
         bundle = index.bundle.sha256
         while not stop[0]:

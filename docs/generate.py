@@ -213,7 +213,7 @@ def _load(file: Path) -> ModuleType:
 def floors() -> str:
     """The diagram of the floors; the list is the one that the test of imports holds."""
     listed = _load(DOCS.parent / "tests" / "host" / "test_imports.py").FLOORS
-    drawn: str = _load(DOCS / "floors.py").draw(DOCS.parent / "retrieval", listed)
+    drawn: str = _load(DOCS / "layers.py").draw(DOCS.parent / "retrieval", listed)
     return drawn
 
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     import retrieval.plot as plot
     import retrieval.plugin as plugin
     import retrieval.results as results
-    from retrieval.base.places import StrPath
+    from retrieval.base.folder_kinds import StrPath
     from retrieval.base.runtime import Device
     from retrieval.bundle.encoder import Encoder
-    from retrieval.data.objects import as_dataset
+    from retrieval.data.foreign_datasets import as_dataset
     from retrieval.evaluation.evaluation import evaluate
     from retrieval.host.plugins import create, names
     from retrieval.index.index import Index
@@ -80,7 +80,7 @@ limit_threads()
 _load, _ = lazy(
     __name__,
     {
-        "retrieval.data.objects": ["as_dataset"],
+        "retrieval.data.foreign_datasets": ["as_dataset"],
         "retrieval.evaluation.evaluation": ["evaluate"],
         "retrieval_lab.report.write": ["report"],
         "retrieval.host.plugins": ["create", "names"],
@@ -129,7 +129,7 @@ def load(
         BundleError: the bundle is damaged, or the backbone's weights are random.
         PluginError: the backbone does not exist.
     """
-    from retrieval.base.places import instead, kind_of
+    from retrieval.base.folder_kinds import instead, kind_of
     from retrieval.errors import DataError, PluginError
 
     path = Path(source)

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from retrieval.base.lazy import lazy_names
 
 if TYPE_CHECKING:  # `lazy_names` reads this list
-    from retrieval_server.client.answers import (
+    from retrieval_server.client.bodies import NewItem as NewItem
+    from retrieval_server.client.clients import AsyncClient as AsyncClient, Client as Client
+    from retrieval_server.client.push import PushReport as PushReport
+    from retrieval_server.client.sending import Retries as Retries
+    from retrieval_server.responses import (
         AddAnswer as AddAnswer,
         BatchAnswer as BatchAnswer,
         Hit as Hit,
@@ -16,9 +20,5 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         PutAnswer as PutAnswer,
         SearchAnswer as SearchAnswer,
     )
-    from retrieval_server.client.bodies import NewItem as NewItem
-    from retrieval_server.client.clients import AsyncClient as AsyncClient, Client as Client
-    from retrieval_server.client.push import PushReport as PushReport
-    from retrieval_server.client.sending import Retries as Retries
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -19,24 +19,24 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.base.lazy import lazy as lazy, lazy_names as lazy_names
     from retrieval.base.photos import address_of as address_of, path_in as path_in
     from retrieval.data.datasets import Box as Box, usable_dataset as usable_dataset
-    from retrieval.data.objects import as_dataset as as_dataset
-    from retrieval.data.published import (
+    from retrieval.data.foreign_datasets import as_dataset as as_dataset
+    from retrieval.data.image_archives import (
         Count as Count,
         Counts as Counts,
         differing as differing,
         read_idx as read_idx,
         read_records as read_records,
     )
-    from retrieval.data.readable import (
-        ADVICE as ADVICE,
-        report_left_out as report_left_out,
-        skip_unreadable as skip_unreadable,
-    )
     from retrieval.data.splits import (
         ROLES as ROLES,
         SIDES as SIDES,
         SPLITS as SPLITS,
         sides as sides,
+    )
+    from retrieval.data.unreadable_images import (
+        ADVICE as ADVICE,
+        report_left_out as report_left_out,
+        skip_unreadable as skip_unreadable,
     )
     from retrieval.errors import refuse as refuse, some as some
     from retrieval.host.factory import check_parameters as check_parameters
@@ -51,17 +51,17 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         pairs_by_round as pairs_by_round,
         reduced_loss as reduced_loss,
     )
+    from retrieval.model.loss_division import (
+        Rows as Rows,
+        Sums as Sums,
+        first_row as first_row,
+        summed as summed,
+    )
     from retrieval.model.metric_learner import (
         Seeded as Seeded,
         deviations as deviations,
         refuse_overflow as refuse_overflow,
     )
     from retrieval.model.model import full_precision as full_precision
-    from retrieval.model.rows import (
-        Rows as Rows,
-        Sums as Sums,
-        first_row as first_row,
-        summed as summed,
-    )
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -37,11 +37,11 @@ def retrieval_datasets() -> Factories:
         "emnist": "retrieval_core.small_images:emnist",
         "fashion_mnist": "retrieval_core.small_images:fashion_mnist",
         "features": "retrieval_core.vectors:features",
-        "huggingface": "retrieval_core.other_libraries:huggingface",
+        "huggingface": "retrieval_core.library_datasets:huggingface",
         "image_folder": "retrieval_core.folders:image_folder",
         "lfw": "retrieval_core.lfw:lfw_people",
         "parquet": "retrieval_core.vectors:parquet",
-        "torchvision": "retrieval_core.other_libraries:torchvision_dataset",
+        "torchvision": "retrieval_core.library_datasets:torchvision_dataset",
     }
 
 
@@ -106,7 +106,7 @@ if find_spec("tensorboard") is not None:
     @hookimpl
     def retrieval_trackers() -> Factories:
         """Files for TensorBoard."""
-        from retrieval_core.board import Board
+        from retrieval_core.tensorboard_tracker import Board
 
         return {"tensorboard": Board}
 
@@ -114,7 +114,7 @@ if find_spec("tensorboard") is not None:
 @hookimpl
 def retrieval_metrics() -> Factories:
     """The built-in metrics."""
-    from retrieval.model.metrics import retrieval_metrics as built_in
+    from retrieval.metrics import retrieval_metrics as built_in
 
     return built_in()
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from retrieval.helpers import as_given, full_precision
-from retrieval.model.rows import Shard, world_of
+from retrieval.model.loss_division import Shard, world_of
 from retrieval.plugin import traits
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F

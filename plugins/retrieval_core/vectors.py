@@ -9,7 +9,7 @@ import numpy as np
 from retrieval.base.arrays import Array, Floats32
 from retrieval.errors import DataError
 from retrieval.helpers import is_missing_text, refuse, sides, usable_dataset
-from retrieval.index.embedded import in_memory
+from retrieval.index.read_embeddings import in_memory
 from retrieval.index.sources import collect, npz_file
 from retrieval.plugin import ArrayDataset, Dataset
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from retrieval.base.arrays import Array, Floats32, Ints
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import ahead, cores
-from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
 from retrieval.data.augment import Changes, built_transforms
@@ -26,15 +26,15 @@ from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, RecipeError
 from retrieval.images.decoding import decode
 from retrieval.images.preprocessing import few_levels, to_mode
-from retrieval.index.embedded import in_memory
 from retrieval.index.parquet import holds_vectors
+from retrieval.index.read_embeddings import in_memory
 from retrieval.index.sources import Sources, collect, is_embedding, is_table
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.build import build_backbone, build_dataset, build_sampler
 
+from retrieval_lab.checked_items import Subjects, of_dataset, of_sources
 from retrieval_lab.findings import Alike, By, Findings, lone_labels, spelt_alike
-from retrieval_lab.near import WIDTH, Fingerprint, fingerprint, near_pairs
-from retrieval_lab.subjects import Subjects, of_dataset, of_sources
+from retrieval_lab.near_duplicates import WIDTH, Fingerprint, fingerprint, near_pairs
 
 PICTURES = 0.08
 """Largest distance between the small pictures of two images that count as the same."""

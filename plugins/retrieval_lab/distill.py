@@ -16,11 +16,11 @@ import numpy as np
 from retrieval.base.arrays import Floats32, Ints
 from retrieval.base.csv_table import csv_text
 from retrieval.base.files import make_folder, whole_file, write_json, write_text
-from retrieval.base.places import StrPath, kind_of
+from retrieval.base.folder_kinds import StrPath, kind_of
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.data.cache import files_identity
-from retrieval.data.readable import skip_unreadable
+from retrieval.data.unreadable_images import skip_unreadable
 from retrieval.errors import DataError, valid_text
 from retrieval.export.export_backbone import BackboneEncoder
 from retrieval.export.export_model import refuse_existing

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jinja2 import Environment, StrictUndefined
 from retrieval.base.files import make_folder, write_text
-from retrieval.base.places import StrPath
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Progress, shows_progress
 from retrieval.data.datasets import Dataset
 from retrieval.errors import DataError

@@ -12,9 +12,9 @@ from pydantic import Field, PositiveInt
 from retrieval.base.arrays import Floats, Ints
 from retrieval.plugin import LinearMap, MetricLearner
 
-from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
 from retrieval_oahu.network import unit
 from retrieval_oahu.online import RandomTriplets
+from retrieval_oahu.recent_items import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
 
 if TYPE_CHECKING:
     from torch import nn

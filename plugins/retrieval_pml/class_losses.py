@@ -13,7 +13,7 @@ from retrieval.helpers import reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.offers import FIXED, cosines_within, offer
+from retrieval_pml.upstream_factories import FIXED, cosines_within, offer
 
 Degrees = Annotated[float, Field(ge=0, lt=180)]
 

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning import miners
 from torch import Tensor
 
-from retrieval_pml.offers import FIXED, offer
+from retrieval_pml.upstream_factories import FIXED, offer
 
 Strategy = Literal["hard", "semihard", "easy", "all"]
 Range = tuple[float, float] | None

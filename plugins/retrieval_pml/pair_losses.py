@@ -14,7 +14,7 @@ from retrieval.helpers import first_row, item_losses, losses_of, reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.offers import (
+from retrieval_pml.upstream_factories import (
     FIXED,
     cosines_within,
     label_masks,

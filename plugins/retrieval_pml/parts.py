@@ -11,7 +11,7 @@ from pytorch_metric_learning import distances, reducers, regularizers
 from retrieval.plugin import Part, Reducer
 from torch import Tensor, nn
 
-from retrieval_pml.offers import FIXED, offer
+from retrieval_pml.upstream_factories import FIXED, offer
 
 DISTANCES: Mapping[str, Callable[..., Any]] = {
     "cosine_similarity": offer(

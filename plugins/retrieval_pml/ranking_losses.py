@@ -13,7 +13,7 @@ from pytorch_metric_learning.utils import loss_and_miner_utils
 from retrieval.helpers import item_losses, losses_of, reduced_loss
 from torch import Tensor
 
-from retrieval_pml.offers import (
+from retrieval_pml.upstream_factories import (
     FIXED,
     Share,
     offer,

@@ -13,7 +13,7 @@ from retrieval.helpers import Rows, Sums, losses_of, reduced_loss, summed
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.offers import FIXED, Share, label_masks, offer
+from retrieval_pml.upstream_factories import FIXED, Share, label_masks, offer
 
 TRIPLETS = 2**18
 """Number of triplets that are in memory at a time."""

@@ -16,7 +16,7 @@ from retrieval.helpers import as_given, full_precision, pair_views
 from retrieval.plugin import Part, traits
 from torch import Tensor, nn
 
-from retrieval_pml.offers import offer
+from retrieval_pml.upstream_factories import offer
 
 AnyLoss = Annotated[nn.Module, Part("losses")]
 AnyMiner = Annotated[nn.Module | None, Part("miners")]

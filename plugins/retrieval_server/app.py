@@ -34,8 +34,8 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
-from retrieval.base.plain import out_of_files
-from retrieval.base.stages import STAGES, TRAIL, Trail
+from retrieval.base.regular_files import out_of_files
+from retrieval.base.timing import STAGES, TRAIL, Trail
 from retrieval.errors import (
     DataError,
     MissingDependency,
@@ -56,7 +56,7 @@ from retrieval_server.keys import KeySource
 from retrieval_server.problems import RequestError, busy, problem, report
 from retrieval_server.readiness import Readiness
 from retrieval_server.routes import NamedRoute, Routes
-from retrieval_server.served import Served, Workers
+from retrieval_server.served_index import Served, Workers
 from retrieval_server.settings import DRAIN_SECONDS, GRACE_SECONDS, HEALTH, Settings
 
 log = logging.getLogger("retrieval_server")

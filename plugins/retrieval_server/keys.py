@@ -22,7 +22,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 from retrieval.base.files import hold, whole_file
-from retrieval.base.plain import read_plain
+from retrieval.base.regular_files import read_plain
 from retrieval.base.strict_json import strict_loads
 from retrieval.errors import RetrievalError, listed
 

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from retrieval_server import models
+from retrieval_server import request_bodies, responses
 from retrieval_server.access import is_free, needed_role
-from retrieval_server.client import answers
 from retrieval_server.problems import MEDIA_TYPE
 
 _INTRODUCTION = (
@@ -43,7 +42,7 @@ _AS_TEXT = {
 }
 
 
-def _texts(model: type[models.JsonBody]) -> dict[str, Any]:
+def _texts(model: type[request_bodies.JsonBody]) -> dict[str, Any]:
     """Return the schemas of a model's members as form fields or query parameters."""
     schemas = {}
     for name, schema in model.model_json_schema()["properties"].items():
@@ -57,8 +56,8 @@ def _texts(model: type[models.JsonBody]) -> dict[str, Any]:
     return schemas
 
 
-_OPTIONS = _texts(models.Options)
-_LIST = _texts(models.ListParameters)
+_OPTIONS = _texts(request_bodies.Options)
+_LIST = _texts(request_bodies.ListParameters)
 
 
 def _ref(model: type) -> dict[str, Any]:
@@ -114,43 +113,46 @@ class Operation(NamedTuple):
 
 def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
     """Return the operations on one item, named in the path or by `?id=`, longer paths first."""
-    item = answers.ItemAnswer
-    bodies = {_FORM: _NEW_ITEM, _JSON: _ref(models.ItemBody)}
-    change = {_JSON: _ref(models.ItemPatch)}
+    item = responses.ItemAnswer
+    bodies = {_FORM: _NEW_ITEM, _JSON: _ref(request_bodies.ItemBody)}
+    change = {_JSON: _ref(request_bodies.ItemPatch)}
     return [
         Operation("get", f"{path}/image", "get_image", None, query),
         Operation("get", f"{path}/thumbnail", "get_thumbnail", None, query),
         Operation("get", path, "get_item", item, {**query, **_VECTOR}),
-        Operation("put", path, "put_item", answers.PutAnswer, query, bodies),
-        Operation("patch", path, "patch_item", answers.PutAnswer, query, change),
-        Operation("delete", path, "delete_item", answers.Deleted, query),
+        Operation("put", path, "put_item", responses.PutAnswer, query, bodies),
+        Operation("patch", path, "patch_item", responses.PutAnswer, query, change),
+        Operation("delete", path, "delete_item", responses.Deleted, query),
     ]
 
 
-_NEW_ITEM = _form("image", image=_BINARY, **_texts(models.ItemForm))
+_NEW_ITEM = _form("image", image=_BINARY, **_texts(request_bodies.ItemForm))
 _SEARCH = {
     _FORM: _form("image", image=_BINARY, **_OPTIONS),
     **dict.fromkeys(("application/octet-stream", "image/*"), _BINARY),
-    _JSON: _ref(models.SearchBody),
+    _JSON: _ref(request_bodies.SearchBody),
 }
-_BATCH = {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)}
+_BATCH = {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(request_bodies.BatchBody)}
 _ITEMS = {
     "type": "string",
     "description": "a JSON list with one item per image, in the same order",
 }
-_ADD = {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(models.ItemsBody)}
-_DELETE = {_JSON: _ref(models.DeleteBody)}
+_ADD = {
+    _FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS),
+    _JSON: _ref(request_bodies.ItemsBody),
+}
+_DELETE = {_JSON: _ref(request_bodies.DeleteBody)}
 OPERATIONS = (
-    Operation("post", "/search", "search", answers.SearchAnswer, _OPTIONS, _SEARCH),
-    Operation("post", "/search/batch", "search_batch", answers.BatchAnswer, {}, _BATCH),
-    Operation("get", "/index", "get_index", answers.IndexAnswer),
-    Operation("get", "/items", "list_items", answers.Page, _LIST),
-    Operation("post", "/items", "add_items", answers.AddAnswer, {}, _ADD),
+    Operation("post", "/search", "search", responses.SearchAnswer, _OPTIONS, _SEARCH),
+    Operation("post", "/search/batch", "search_batch", responses.BatchAnswer, {}, _BATCH),
+    Operation("get", "/index", "get_index", responses.IndexAnswer),
+    Operation("get", "/items", "list_items", responses.Page, _LIST),
+    Operation("post", "/items", "add_items", responses.AddAnswer, {}, _ADD),
     *_item_operations("/items/{id}", {}),
     *_item_operations("/item", {"id": _ID}),
-    Operation("post", "/delete", "delete_items", answers.Deleted, {}, _DELETE),
-    Operation("post", "/snapshots", "snapshot", answers.Snapshot, status=201),
-    Operation("get", "/indexes", "list_indexes", answers.Indexes, of_index=False),
+    Operation("post", "/delete", "delete_items", responses.Deleted, {}, _DELETE),
+    Operation("post", "/snapshots", "snapshot", responses.Snapshot, status=201),
+    Operation("get", "/indexes", "list_indexes", responses.Indexes, of_index=False),
     Operation("get", "/openapi.json", "openapi", dict, of_index=False),
 )
 """All operations of /v1, in the order in which routes are matched."""
@@ -163,8 +165,13 @@ def document(handlers: type) -> dict[str, Any]:
     The document is cached, so do not modify it.
     """
     types = [
-        *(models.ItemBody, models.ItemPatch, models.ItemsBody, models.DeleteBody),
-        *(models.SearchBody, models.BatchBody, answers.Problem),
+        *(
+            request_bodies.ItemBody,
+            request_bodies.ItemPatch,
+            request_bodies.ItemsBody,
+            request_bodies.DeleteBody,
+        ),
+        *(request_bodies.SearchBody, request_bodies.BatchBody, responses.Problem),
         *(operation.answer for operation in OPERATIONS if operation.answer not in (None, dict)),
     ]
     # All at once, so that types which share a part refer to one schema of it.
@@ -214,23 +221,23 @@ def _parameter(part: str, name: str, schema: Any, required: bool = True) -> dict
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
-    responses: dict[str, Any] = {}
+    by_status: dict[str, Any] = {}
     if operation.answer is None:
         kinds = _IMAGES
         if "thumbnail" in operation.handler:
             kinds = ("image/jpeg",)
         content: dict[str, Any] = {kind: {"schema": _BINARY} for kind in kinds}
-        responses["304"] = {"description": "The image has the ETag of the request's If-None-Match."}
+        by_status["304"] = {"description": "The image has the ETag of the request's If-None-Match."}
     else:
         schema = {"type": "object"} if operation.answer is dict else _ref(operation.answer)
         content = {_JSON: {"schema": schema}}
-    responses[str(operation.status)] = {"description": "Done.", "content": content}
-    failed = {MEDIA_TYPE: {"schema": _ref(answers.Problem)}}
+    by_status[str(operation.status)] = {"description": "Done.", "content": content}
+    failed = {MEDIA_TYPE: {"schema": _ref(responses.Problem)}}
     sentence = "The request failed; `detail` says why."
-    responses["4XX"] = {"description": sentence, "content": failed}
-    responses["503"] = {
+    by_status["4XX"] = {"description": sentence, "content": failed}
+    by_status["503"] = {
         "description": "The server is busy or the index unavailable; try again later.",
         "content": failed,
         "headers": {"Retry-After": {"schema": {"type": "integer"}}},
     }
-    return responses
+    return by_status

@@ -14,9 +14,9 @@ from retrieval.errors import DataError, StoreError
 from retrieval.images.preprocessing import from_array, to_png
 from retrieval.store.contract import StoreUnavailable, Superseded
 
-from retrieval_server.models import Options, Query, QueryInput
 from retrieval_server.problems import UNREACHABLE, RequestError, report
-from retrieval_server.served import DAMAGED, Served
+from retrieval_server.request_bodies import Options, Query, QueryInput
+from retrieval_server.served_index import DAMAGED, Served
 from retrieval_server.settings import PROBE_SECONDS
 
 log = logging.getLogger("retrieval_server")

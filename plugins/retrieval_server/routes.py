@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 from pydantic_core import to_json
-from retrieval.base.stages import TRAIL, Trail, stage
+from retrieval.base.timing import TRAIL, Trail, stage
 from retrieval.errors import DataError
 from retrieval.images.decoding import format_of
 from retrieval.index.audit import Change
@@ -33,13 +33,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
-from retrieval_server import models
+from retrieval_server import request_bodies
 from retrieval_server.access import Caller
 from retrieval_server.decoding import Kind as PictureKind
-from retrieval_server.models import Body, BodyMemory, Kind, Query
 from retrieval_server.openapi import OPERATIONS, document
 from retrieval_server.problems import RequestError, busy, no_item
-from retrieval_server.served import Served
+from retrieval_server.request_bodies import Body, BodyMemory, Kind, Query
+from retrieval_server.served_index import Served
 from retrieval_server.settings import (
     BATCH_BYTES,
     BODY_MEMORY,
@@ -87,15 +87,17 @@ class Routes:
         kind = request.headers.get("content-type", "").lower()
         limits = {**self._single_limits, "image": max_bytes}
         image_alone = kind.startswith(("image/", "application/octet-stream"))
-        parameters = parameters_of(request, *(models.Options.model_fields if image_alone else ()))
-        read = partial(models.query_of, parameters=parameters, max_bytes=max_bytes)
+        parameters = parameters_of(
+            request, *(request_bodies.Options.model_fields if image_alone else ())
+        )
+        read = partial(request_bodies.query_of, parameters=parameters, max_bytes=max_bytes)
         return await self._search(request, limits, read)
 
     async def search_batch(self, request: Request) -> Response:
         """Search with several images, vectors or items."""
         settings = self._settings
         parameters_of(request)
-        read = partial(models.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
+        read = partial(request_bodies.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
         return await self._search(request, _BATCH_LIMITS, read, batch=True)
 
     async def _search(
@@ -137,7 +139,7 @@ class Routes:
         served = self._served(request)
         prefix = _prefix_of(request)
         id = _id_of(request, "vector")
-        with_vector = models.truth(request.query_params.get("vector", "false"))
+        with_vector = request_bodies.truth(request.query_params.get("vector", "false"))
         if not isinstance(with_vector, bool):
             raise RequestError(400, '"vector" must be true or false.')
 
@@ -159,7 +161,7 @@ class Routes:
         served = self._served(request)
         # The id is checked here, because the body may be large.
         id = _usable(_id_of(request))
-        read = partial(models.put_item, id, max_bytes=self._settings.max_bytes)
+        read = partial(request_bodies.put_item, id, max_bytes=self._settings.max_bytes)
         async with self._body(request, self._single_limits) as body:
             item = await _parsed(served, body, read)
             replaced = await served.put([item], _change(request, served, "put", [id]))
@@ -170,7 +172,7 @@ class Routes:
         served = self._served(request)
         id = _id_of(request)
         async with self._body(request, _JSON_LIMITS) as body:
-            changes = await _parsed(served, body, models.changes_of)
+            changes = await _parsed(served, body, request_bodies.changes_of)
             await served.patch(id, changes, _change(request, served, "change", [id]))
             return _answer({"id": id, "replaced": True})
 
@@ -188,7 +190,7 @@ class Routes:
         served = self._served(request)
         settings = self._settings
         parameters_of(request)
-        read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
+        read = partial(request_bodies.items_of, most=settings.batch, max_bytes=settings.max_bytes)
         async with self._body(request, _BATCH_LIMITS) as body:
             items = await _parsed(served, body, read)
             change = _change(request, served, "put", [_usable(item.id) for item in items])
@@ -199,9 +201,9 @@ class Routes:
         """List items, page by page."""
         served = self._served(request)
         prefix = _prefix_of(request)
-        parameters = parameters_of(request, *models.ListParameters.model_fields)
-        page = models.ListParameters.of_texts(parameters)
-        filter = models.filter_of(page.filter)
+        parameters = parameters_of(request, *request_bodies.ListParameters.model_fields)
+        page = request_bodies.ListParameters.of_texts(parameters)
+        filter = request_bodies.filter_of(page.filter)
         after = None
         if page.cursor is not None:
             after = _decoded_cursor(page.cursor)
@@ -225,11 +227,11 @@ class Routes:
         served = self._served(request)
         parameters_of(request)
 
-        def read(body: Body) -> models.DeleteBody:
-            return models.DeleteBody.of(models.loads(body.content))
+        def read(body: Body) -> request_bodies.DeleteBody:
+            return request_bodies.DeleteBody.of(request_bodies.loads(body.content))
 
         async with self._body(request, _JSON_LIMITS) as body:
-            filter = models.filter_of((await _parsed(served, body, read)).filter)
+            filter = request_bodies.filter_of((await _parsed(served, body, read)).filter)
             change = _change(request, served, "delete", filter=filter)
             return _answer({"deleted": await served.delete(change)})
 

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import cores, default_threads, return_large_blocks
-from retrieval.base.places import StrPath
 from retrieval.base.runtime import Device
 from retrieval.bundle.probe import probe_fault
 from retrieval.errors import BundleError, DataError, MissingDependency, RetrievalError, StoreError
@@ -281,7 +281,7 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
 def _config(app: Any, **more: Any) -> uvicorn.Config:
     import uvicorn
 
-    from retrieval_server.protocol import Protocol
+    from retrieval_server.connection import Protocol
 
     # uvicorn's log of requests and its reading of X-Forwarded-For are off: the application does
     # both, as the operator has set them.

@@ -10,9 +10,14 @@ from retrieval.plugin import Factories, hookimpl
 def retrieval_datasets() -> Factories:
     """Data sets of the field as published, with folder layouts, splits, protocols and counts."""
     names = {
-        "classes": ("caltech101", "caltech256", "cifar100", "dtd", "food101"),
+        "classification": ("caltech101", "caltech256", "cifar100", "dtd", "food101"),
         "fine_grained": ("cars196", "cub200"),
-        "large": ("google_landmarks_v2", "in_shop", "inaturalist2018", "stanford_online_products"),
+        "large_scale": (
+            "google_landmarks_v2",
+            "in_shop",
+            "inaturalist2018",
+            "stanford_online_products",
+        ),
         "reid": ("market1501", "vehicle_id", "veri776"),
     }
     return {name: f"retrieval_sets.{home}:{name}" for home in names for name in names[home]}

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
 from retrieval.base.machine import available_memory, default_threads
-from retrieval.base.plain import out_of_files
+from retrieval.base.regular_files import out_of_files
 from retrieval.errors import BundleError, MissingDependency
 
 PROJECT = "embedding-retrieval"

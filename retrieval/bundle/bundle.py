@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from retrieval.base.arrays import Array, Floats32, Pixels
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import ahead, cores
-from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.runtime import (
     FALLBACK,

@@ -24,10 +24,10 @@ from pydantic import (
 )
 
 from retrieval.base.files import write_text
+from retrieval.base.folder_kinds import instead
 from retrieval.base.machine import available_memory
 from retrieval.base.photos import address_of
-from retrieval.base.places import instead
-from retrieval.base.plain import open_plain
+from retrieval.base.regular_files import open_plain
 from retrieval.base.strict_json import parse_json, problems_of
 from retrieval.bundle.probe import Probe
 from retrieval.errors import BundleError, RetrievalError

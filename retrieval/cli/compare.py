@@ -143,7 +143,7 @@ def _run(
 ) -> None:
     with loading():
         from retrieval.training.comparison.compare import compare as run
-        from retrieval.training.comparison.written import Latex, markdown
+        from retrieval.training.comparison.tables import Latex, markdown
 
     names = [name.strip() for name in latex.split(",") if name.strip()]
     style = Latex(names, caption, label)

@@ -260,7 +260,7 @@ def _exported(
 
 
 def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: bool) -> None:
-    from retrieval.store.structure import MIN_ROWS
+    from retrieval.store.search_structure import MIN_ROWS
 
     notes = [f"back end {summary.backend}"]
     if backend not in ("auto", summary.backend):
@@ -671,7 +671,7 @@ def embed_command(
     take the folder in place of images. bad.jsonl lists items that cannot be used. To resume after
     an interruption or a kill, run the same command again: finished files are kept.
     """
-    from retrieval.index.embedding import EmbeddingOptions, embed_sources
+    from retrieval.index.write_embeddings import EmbeddingOptions, embed_sources
 
     try:
         done = embed_sources(bundle, list(sources), output, EmbeddingOptions(**settings))

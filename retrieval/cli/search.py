@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrieval.base.tables import text_table
+from retrieval.base.display_tables import text_table
 from retrieval.cli import say, say_json
 from retrieval.cli.common import DEVICE, FILTER, JSON, PATH, IndexArgument, command
 from retrieval.cli.plugins import PLUGIN_OPTION
@@ -59,7 +59,7 @@ def search_command(
 
 def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
     """Refuse an image as INDEX if the index is among the queries."""
-    from retrieval.base.places import kind_of
+    from retrieval.base.folder_kinds import kind_of
     from retrieval.errors import StoreError
 
     swapped = next((path for path in queries if kind_of(path) == "index"), None)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from retrieval.base.arrays import Floats32, Ints, as_rows
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.data.datasets import ArrayDataset, Dataset
+from retrieval.data.foreign_datasets import ItemDataset
 from retrieval.data.loading import RawInputs, inputs
-from retrieval.data.objects import ItemDataset
 from retrieval.errors import DataError, at_least_one
 from retrieval.images.image_files import listed_images
 from retrieval.images.preprocessing import is_image

@@ -19,7 +19,7 @@ import torch
 
 from retrieval.base.arrays import Bools, Floats, Ints
 from retrieval.base.files import write_json
-from retrieval.base.places import StrPath
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Progress, shows_progress
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from retrieval.base.arrays import Array, Bools, Floats32, Floats64, Ints
+from retrieval.base.display_tables import html_table
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.base.runtime import load_faiss
-from retrieval.base.tables import html_table
 from retrieval.errors import DataError
 from retrieval.evaluation.neighbors import (
     Codes,
@@ -40,9 +40,9 @@ from retrieval.evaluation.neighbors import (
 from retrieval.evaluation.ranking import Ranking
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.values import toml_value
+from retrieval.metrics import metric
+from retrieval.model.checked_parts import CheckedMetric
 from retrieval.model.labels import ADVICE, LabelsError, read_labels, read_values
-from retrieval.model.metrics import metric
-from retrieval.model.products import CheckedMetric
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric

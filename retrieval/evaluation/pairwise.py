@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from retrieval.base.arrays import Array, Ints
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import ahead, cores
-from retrieval.base.places import StrPath
 from retrieval.base.progress import Progress, shows_progress
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import (
@@ -29,7 +29,7 @@ from retrieval.evaluation.evaluation import (
     resolve_metrics,
 )
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
-from retrieval.index.embedded import VectorRows
+from retrieval.index.read_embeddings import VectorRows
 from retrieval.store.search import squared_distances
 
 # Sizes of a block: rows of queries, and bytes of the gallery in float64.

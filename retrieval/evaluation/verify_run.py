@@ -15,7 +15,7 @@ from torch import Tensor
 from retrieval.base.arrays import Floats64, Ints
 from retrieval.base.csv_table import csv_text
 from retrieval.base.files import whole_file, write_json
-from retrieval.base.places import StrPath
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Progress, shows_progress
 from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from retrieval.base.arrays import Floats, Floats32, Pixels
 from retrieval.base.files import cache_folder
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import ahead, cores
 from retrieval.base.photos import address_of, exists, is_folder
-from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
@@ -39,9 +39,9 @@ from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.images.decoding import decode
 from retrieval.images.image_files import find_images
 from retrieval.images.preprocessing import Preprocessing, from_array
+from retrieval.model.checked_parts import check_backbone
 from retrieval.model.contracts import Backbone
 from retrieval.model.model import Model, Normalise, check_width, linear_head
-from retrieval.model.products import check_backbone
 from retrieval.recipe.read import naming
 from retrieval.run.build import differing_tensors
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from retrieval.base.arrays import Array, Ints
-from retrieval.base.places import StrPath
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder

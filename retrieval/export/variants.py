@@ -15,7 +15,7 @@ from retrieval.bundle.distances import merged_distances
 from retrieval.bundle.manifest import Cosine, Recall, Variant
 from retrieval.errors import BundleError
 from retrieval.model.contracts import Combiner
-from retrieval.model.graph import first_line, quiet
+from retrieval.model.graph import fault_line, quiet
 
 VariantName = Literal["fp16", "int8"]
 
@@ -70,7 +70,7 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
             )
             return tidy_graph(converted)
     except Exception as fault:  # the converter raises ValueError, RuntimeError, protobuf's errors
-        raise BundleError(f"The fp16 variant cannot be made: {first_line(fault)}") from fault
+        raise BundleError(f"The fp16 variant cannot be made: {fault_line(fault)}") from fault
 
 
 def tidy_graph(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -203,7 +203,7 @@ def make_int8(proto: onnx.ModelProto, calibration: Array, scratch: Path) -> onnx
         except OSError:  # a full disk; whoever writes the bundle says so
             raise
         except Exception as fault:  # ONNX Runtime's tools raise many types of errors
-            raise BundleError(f"The int8 variant cannot be made: {first_line(fault)}") from fault
+            raise BundleError(f"The int8 variant cannot be made: {fault_line(fault)}") from fault
 
 
 def kept_float32(proto: onnx.ModelProto) -> set[str]:

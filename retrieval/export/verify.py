@@ -19,7 +19,7 @@ from retrieval.model.graph import (
     Exporter,
     Rescorer,
     Signature,
-    first_line,
+    fault_line,
     session,
     to_onnx,
 )
@@ -63,7 +63,7 @@ def torch_outputs(encoder: Encoder, items: Array, batch: int = BATCH) -> dict[st
         parts = [encoder(torch.from_numpy(inputs)) for inputs in _batches(items, batch)]
     except Exception as fault:  # whatever the model's code raises
         raise BundleError(
-            f"The model fails on items of shape {items.shape[1:]}: {first_line(fault)}"
+            f"The model fails on items of shape {items.shape[1:]}: {fault_line(fault)}"
         ) from fault
     outputs = _joined(encoder.names, parts)
     for name, values in outputs.items():
@@ -88,7 +88,7 @@ def onnx_outputs(run: RunGraph, names: Sequence[str], items: Array) -> dict[str,
             parts.append(run(list(names), {"input": inputs}))
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(
-                f"The exported graph fails on a batch of {len(inputs)}: {first_line(fault)}. The"
+                f"The exported graph fails on a batch of {len(inputs)}: {fault_line(fault)}. The"
                 " model's code probably fixes the batch size: write x.flatten(1) instead of"
                 " x.reshape(8, -1)."
             ) from fault
@@ -196,7 +196,7 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats32) -> Torch
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(
                 f"The exported rescorer fails on {len(queries)} queries and {len(items)} items:"
-                f" {first_line(fault)}"
+                f" {fault_line(fault)}"
             ) from fault
         if distances.shape != (len(queries), len(items)) or expected.shape != distances.shape:
             raise BundleError(

@@ -19,15 +19,15 @@ import numpy as np
 from PIL import Image
 
 from retrieval.base.arrays import Array, Floats32
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import ahead, cores
 from retrieval.base.photos import address_of
-from retrieval.base.places import StrPath
 from retrieval.base.progress import Meter
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, listed
 from retrieval.images.decoding import Limits, decode, full_size, read_image
 from retrieval.images.preprocessing import as_list, from_pixels, thumbnail, to_png
-from retrieval.index.embedded import Vectors
+from retrieval.index.read_embeddings import Vectors
 from retrieval.index.sources import (
     Original,
     Source,

@@ -10,7 +10,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.errors import StoreError, listed
 from retrieval.store.address import IndexPlace
 from retrieval.store.contract import Item, StorePlace
-from retrieval.store.copies import copy_items
+from retrieval.store.copy_store import copy_items
 from retrieval.store.find_store import store_place
 from retrieval.store.folder import check_record, write_snapshot
 from retrieval.store.items import served_of

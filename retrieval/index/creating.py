@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval.base.files import hold, rename_whole
-from retrieval.base.places import StrPath, kind_of
+from retrieval.base.folder_kinds import StrPath, kind_of
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.runtime import Device
 from retrieval.bundle.bundle import Bundle
@@ -29,7 +29,7 @@ from retrieval.store.folder import create_local
 from retrieval.store.items import served_of
 from retrieval.store.local import LocalStore
 from retrieval.store.record import RECORD_FILE as RECORD
-from retrieval.store.structure import StructureChoice
+from retrieval.store.search_structure import StructureChoice
 
 if TYPE_CHECKING:
     from retrieval.index.index import Index

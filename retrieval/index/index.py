@@ -11,10 +11,10 @@ import numpy as np
 from PIL.Image import Image
 
 from retrieval.base.arrays import Floats32
-from retrieval.base.places import StrPath, instead, kind_of
+from retrieval.base.folder_kinds import StrPath, instead, kind_of
 from retrieval.base.progress import Progress, showing
 from retrieval.base.runtime import Device
-from retrieval.base.stages import stage
+from retrieval.base.timing import stage
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.bundle.distances import depends_on_vectors_alone
 from retrieval.errors import DataError, StoreError, at_least_one

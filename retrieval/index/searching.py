@@ -14,7 +14,7 @@ import numpy as np
 from PIL.Image import Image
 
 from retrieval.base.arrays import Array, Floats32, Floats64
-from retrieval.base.tables import html_hits, text_table
+from retrieval.base.display_tables import html_hits, text_table
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.bundle.distances import bundle_distances, depends_on_vectors_alone, merged_distances
 from retrieval.errors import DataError, RetrievalError

@@ -18,6 +18,7 @@ import numpy as np
 
 from retrieval.base.arrays import Array, Floats32
 from retrieval.base.csv_table import CsvTable, is_missing_text, typed
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.photos import (
     address_of,
     exists,
@@ -28,7 +29,6 @@ from retrieval.base.photos import (
     remote_state,
     whole_path,
 )
-from retrieval.base.places import StrPath
 from retrieval.errors import DataError, listed
 from retrieval.images.image_files import find_images
 from retrieval.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, refuse_many

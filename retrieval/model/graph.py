@@ -188,7 +188,7 @@ def to_onnx(
     except BundleError:
         raise
     except Exception as fault:  # exporters raise any error of the traced code or of an operator
-        raise BundleError(f"torch's exporter {exporter} failed: {first_line(fault)}") from fault
+        raise BundleError(f"torch's exporter {exporter} failed: {fault_line(fault)}") from fault
     return clean(proto, signature, exporter)
 
 
@@ -231,15 +231,15 @@ def session(graph: bytes) -> Any:
         return runtime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     except Exception as fault:  # ONNX Runtime's errors share no public base class
         raise BundleError(
-            f"ONNX Runtime cannot load the exported graph: {first_line(fault)}"
+            f"ONNX Runtime cannot load the exported graph: {fault_line(fault)}"
         ) from fault
 
 
-def first_line(fault: BaseException) -> str:
+def fault_line(fault: BaseException) -> str:
     """Return an error's type and first line, because exporters' messages are pages long."""
     # torch.onnx wraps the error in another one whose message begins with the exporter's stages.
     if fault.__cause__ is not None and type(fault).__module__.startswith("torch.onnx"):
-        return first_line(fault.__cause__)
+        return fault_line(fault.__cause__)
     line, *_ = str(fault).strip().splitlines() or [""]
     return f"{type(fault).__name__}: {line.strip()}".removesuffix(": ")
 

@@ -25,7 +25,7 @@ from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.tables import Section, Tables, host_keys
 
 if TYPE_CHECKING:
-    from retrieval.base.places import StrPath
+    from retrieval.base.folder_kinds import StrPath
 
 
 class Recipe(Tables):

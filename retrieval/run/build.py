@@ -19,9 +19,7 @@ from retrieval.data.loading import as_batch_sampler
 from retrieval.errors import DataError, PluginError, RecipeError, did_you_mean
 from retrieval.host.factory import calling
 from retrieval.host.python_parts import is_object
-from retrieval.model.contracts import Backbone, BatchSampler, Combiner, Generator, Learner
-from retrieval.model.model import Model, build_head, evaluation_mode
-from retrieval.model.products import (
+from retrieval.model.checked_parts import (
     as_backbone,
     check_backbone,
     check_distances,
@@ -31,9 +29,11 @@ from retrieval.model.products import (
     check_learner,
     model_parts,
 )
+from retrieval.model.contracts import Backbone, BatchSampler, Combiner, Generator, Learner
+from retrieval.model.model import Model, build_head, evaluation_mode
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Evaluate
-from retrieval.run import checkpoint
+from retrieval.run import checkpoint_format
 from retrieval.run.folder import weights_files
 
 
@@ -45,7 +45,7 @@ def build_dataset(recipe: Recipe) -> Dataset:
         RecipeError: `[evaluate]` names metadata columns that no item has.
     """
     # a dataset's factory may import a library that draws from Python's generator
-    with checkpoint.python_random_kept():
+    with checkpoint_format.python_random_kept():
         dataset = check_dataset(recipe.build("data"), recipe.data.name)
     check_columns(recipe.evaluate, dataset)
     return usable_dataset(dataset, f"The dataset {recipe.data.name}")
@@ -127,7 +127,7 @@ def drawn_at_random(recipe: Recipe, dataset: Dataset) -> list[str]:
         return []
     builds = []
     # a warning must not change the numbers that the training draws after it
-    with torch.random.fork_rng(devices=[]), checkpoint.python_random_kept():
+    with torch.random.fork_rng(devices=[]), checkpoint_format.python_random_kept():
         for seed in (0, 1):
             torch.manual_seed(seed)
             builds.append(build_backbone(recipe, dataset))
@@ -311,7 +311,7 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         raise RecipeError(
             f"[train] start_from: {source} is neither a checkpoint nor a run with a checkpoint."
         )
-    theirs: dict[str, Tensor] = checkpoint.load_checkpoint(files[0])["model"]
+    theirs: dict[str, Tensor] = checkpoint_format.load_checkpoint(files[0])["model"]
     parts = [
         part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
     ]
@@ -379,7 +379,7 @@ def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
     Raises:
         DataError: the checkpoint is missing, damaged, or belongs to another recipe.
     """
-    state = checkpoint.load_checkpoint(path, checkpoint.TRAIN_AGAIN)
+    state = checkpoint_format.load_checkpoint(path, checkpoint_format.TRAIN_AGAIN)
     backbone = build_backbone(recipe, dataset)
     learner = build_learner(recipe, backbone.features)
     for name, value in state.get("learner", {}).items():
@@ -391,7 +391,7 @@ def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
     except PluginError as error:
         raise DataError(
             f"{path} lacks what the learner {name} needs: {error.__cause__ or error}."
-            f" {checkpoint.TRAIN_AGAIN}"
+            f" {checkpoint_format.TRAIN_AGAIN}"
         ) from error
     model = Model(backbone, head, combiner)
     load_weights(model, state, path)

@@ -29,7 +29,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from retrieval.base.files import hold, whole_folder, write_json, write_text
 from retrieval.data.cache import dataset_identity
 from retrieval.data.datasets import Dataset
-from retrieval.data.objects import as_dataset
+from retrieval.data.foreign_datasets import as_dataset
 from retrieval.errors import DataError
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.importing import FilePlugin, is_file_plugin

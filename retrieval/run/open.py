@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from retrieval.base.arrays import Ints
+from retrieval.base.folder_kinds import StrPath, instead
 from retrieval.base.machine import cores
-from retrieval.base.places import StrPath, instead
 from retrieval.base.runtime import installed_packages
 from retrieval.data.datasets import Dataset
 from retrieval.data.encode import encode, evaluating
@@ -27,8 +27,7 @@ from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import Absent
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
-from retrieval.run import checkpoint
-from retrieval.run.adapters import adapt, merge
+from retrieval.run import checkpoint_format
 from retrieval.run.build import (
     Objective,
     build_dataset,
@@ -50,7 +49,8 @@ from retrieval.run.folder import (
     refuse_other_objects,
     weights_files,
 )
-from retrieval.run.resume import Standing
+from retrieval.run.lora import adapt, merge
+from retrieval.run.resume import ResumePoint
 
 
 @dataclass(repr=False)
@@ -121,7 +121,7 @@ class Run:
             chosen, advice = _weights_to_use(path)
             if recipe.lora is not None and chosen != checkpoint_file(path, "best"):
                 adapt(model, recipe.lora)  # only best.safetensors holds merged weights
-            load_weights(model, checkpoint.load_checkpoint(chosen, advice), chosen)
+            load_weights(model, checkpoint_format.load_checkpoint(chosen, advice), chosen)
             merge(model)
         return cls(path, recipe, items, splits, model.eval())
 
@@ -238,7 +238,7 @@ def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = Fal
     create_folder(run.path, run.recipe, files, replace=replace)
 
 
-def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> Run:
+def build_run(path: Path, recipe: Recipe, standing: ResumePoint | None = None) -> Run:
     """Build a run from a recipe with a loss; the caller seeds the random generators first.
 
     Args:
@@ -301,7 +301,7 @@ def _weights_to_use(path: Path) -> tuple[Path, str]:
         other = f"Remove the file to use {files[1].name} instead. Or: "
     else:
         other = ""
-    return files[0], other + checkpoint.TRAIN_AGAIN
+    return files[0], other + checkpoint_format.TRAIN_AGAIN
 
 
 class ItemCodes:

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from retrieval.base.places import StrPath
+from retrieval.base.folder_kinds import StrPath
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.importing import FilePlugin, is_file_plugin, require_allowed
 from retrieval.recipe.read import Recipe, apart, check_recipe, read_table, read_tables
 from retrieval.recipe.tables import Tables
-from retrieval.run import checkpoint
+from retrieval.run import checkpoint_format
 from retrieval.run.folder import (
     absolute_paths,
     checkpoint_file,
@@ -159,7 +159,7 @@ def changed_plugins(named: Sequence[str], run_plugins: Sequence[str]) -> list[st
 
 
 @dataclass(frozen=True)
-class Standing:
+class ResumePoint:
     """A checkpoint to resume from.
 
     Attributes:
@@ -173,7 +173,7 @@ class Standing:
     progress: Position
 
 
-def standing(folder: Path) -> Standing | None:
+def standing(folder: Path) -> ResumePoint | None:
     """Return a run's checkpoint `last`, or else `previous`; `None` if the run has neither.
 
     Raises:
@@ -183,15 +183,15 @@ def standing(folder: Path) -> Standing | None:
         return None
     last, previous = (checkpoint_file(folder, name) for name in ("last", "previous"))
     chosen = last
-    advice = checkpoint.TRAIN_AGAIN
+    advice = checkpoint_format.TRAIN_AGAIN
     # a kill between two renames can leave only the previous one
     if not last.is_file():
         chosen = previous
     elif previous.is_file():
         advice = f"Remove this file to resume from the checkpoint before it ({previous.name})."
-    state = checkpoint.load_checkpoint(chosen, advice)
+    state = checkpoint_format.load_checkpoint(chosen, advice)
     try:
-        return Standing(chosen, state, Position(**state["progress"]))
+        return ResumePoint(chosen, state, Position(**state["progress"]))
     except (KeyError, TypeError) as error:
         raise DataError(
             f"{chosen} does not say where training stopped ({error}). {advice}"

@@ -11,10 +11,6 @@ from retrieval.base.lazy import lazy_names
 
 if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.store.address import Address as Address
-    from retrieval.store.bundles import (
-        bundle_pieces as bundle_pieces,
-        kept_bundle as kept_bundle,
-    )
     from retrieval.store.contract import (
         Store as Store,
         StorePlace as StorePlace,
@@ -23,7 +19,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         TooSlow as TooSlow,
         stop_at as stop_at,
     )
-    from retrieval.store.copies import write_copy as write_copy
+    from retrieval.store.copy_store import write_copy as write_copy
     from retrieval.store.filters import Filter as Filter, matches as matches
     from retrieval.store.items import (
         Candidates as Candidates,
@@ -35,6 +31,10 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         spans_of as spans_of,
         usable as usable,
         widths_of as widths_of,
+    )
+    from retrieval.store.kept_bundles import (
+        bundle_pieces as bundle_pieces,
+        kept_bundle as kept_bundle,
     )
     from retrieval.store.search import check_queries as check_queries
 else:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from retrieval.base.places import StrPath
+from retrieval.base.folder_kinds import StrPath
 from retrieval.errors import PluginError, RecipeError, StoreError, did_you_mean
 from retrieval.host.factory import BUILT_IN, Factory, own_factories
 from retrieval.host.hookspecs import Factories, hookimpl

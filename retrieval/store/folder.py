@@ -23,7 +23,7 @@ import apsw
 import numpy as np
 
 from retrieval.base.files import sync, whole_folder
-from retrieval.base.plain import open_plain, read_plain
+from retrieval.base.regular_files import open_plain, read_plain
 from retrieval.base.runtime import installed_version
 from retrieval.base.strict_json import parse_json, strict_loads
 from retrieval.bundle.bundle import Bundle
@@ -40,9 +40,8 @@ from retrieval.store.record import (
     reason_and_advice,
     upto_of,
 )
-from retrieval.store.structure import ARRAYS, Structure, StructureChoice
-from retrieval.store.upkeep import BUNDLES, new_stem
-from retrieval.store.view import (
+from retrieval.store.search_structure import ARRAYS, Structure, StructureChoice
+from retrieval.store.snapshot_view import (
     BLOCK,
     ArrayFile,
     GenerationRows,
@@ -53,6 +52,7 @@ from retrieval.store.view import (
     restore_rows,
     sums_of,
 )
+from retrieval.store.upkeep import BUNDLES, new_stem
 
 INDEX_FILE = "index.json"
 INDEX_FORMAT = 5

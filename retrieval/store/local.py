@@ -26,7 +26,7 @@ import apsw
 import numpy as np
 
 from retrieval.base.arrays import Bools, Floats64, Ints
-from retrieval.base.stages import stage
+from retrieval.base.timing import stage
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, StoreError, printable
 from retrieval.store.address import Address
@@ -82,15 +82,15 @@ from retrieval.store.record import (
     value,
 )
 from retrieval.store.search import check_queries
-from retrieval.store.structure import StructureChoice
-from retrieval.store.upkeep import BUNDLES, Upkeep, remove_leftovers
-from retrieval.store.view import (
+from retrieval.store.search_structure import StructureChoice
+from retrieval.store.snapshot_view import (
     View,
     Views,
     append_rows,
     dropped_error,
     restore_rows,
 )
+from retrieval.store.upkeep import BUNDLES, Upkeep, remove_leftovers
 
 _FIELDS = 1000  # maximum number of field names that `settings` returns
 _ROWS = 8192  # number of items whose arrays are stacked at a time

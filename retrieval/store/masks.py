@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from retrieval.base.arrays import Bools
 from retrieval.base.strict_json import strict_loads
 from retrieval.store.filters import Exists, Filter, fields, matches, to_sql
-from retrieval.store.filters.deciding import COMPARE
+from retrieval.store.filters.evaluating import COMPARE
 from retrieval.store.filters.tree import Condition, Joint, conditions, fold
 from retrieval.store.items import no_field
 from retrieval.store.record import ask, value
-from retrieval.store.view import View
+from retrieval.store.snapshot_view import View
 
 _FIELDS = 1000  # field names among which the error for an unknown field finds similar ones
 # Up to this many items, SQL evaluates a filter.

@@ -28,7 +28,7 @@ import apsw.sqlite_extra
 import numpy as np
 
 from retrieval.base.files import sync
-from retrieval.base.plain import FULL, out_of_files, read_plain
+from retrieval.base.regular_files import FULL, out_of_files, read_plain
 from retrieval.base.strict_json import strict_loads
 from retrieval.errors import StoreError
 from retrieval.store.contract import StoreUnavailable, TooSlow

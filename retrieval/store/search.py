@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retrieval.base.arrays import Bools, Floats32, Floats64, Ints
-from retrieval.base.mapping import FileMap
+from retrieval.base.memory_map import FileMap
 from retrieval.base.runtime import load_faiss
 from retrieval.errors import DataError, StoreError
 

@@ -29,14 +29,14 @@ from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.contract import StoreUnavailable
 from retrieval.store.items import VECTOR, Floats, Generation
 from retrieval.store.record import Record, all_generations, ask, seq_of, value
-from retrieval.store.structure import (
+from retrieval.store.search_structure import (
     ARRAYS,
     Structure,
     StructureChoice,
     build_structure,
     load_structure,
 )
-from retrieval.store.view import (
+from retrieval.store.snapshot_view import (
     ArrayFile,
     BlockChecksums,
     GenerationRows,
@@ -119,7 +119,7 @@ def _locked(folder: Path, wait: float) -> int | None:
         time.sleep(0.2)
 
 
-class Claim:
+class WorkClaim:
     """Context manager that claims the work on an index's files; call it to report progress.
 
     The claim is a lock on the folder of these files, which the system releases when the process
@@ -144,7 +144,7 @@ class Claim:
         self._report = report
         self._done = 0
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> WorkClaim:
         handle = _locked(self.record.folder / ARRAYS, self._wait)
         if handle is None:
             raise StoreUnavailable(
@@ -241,7 +241,7 @@ class Upkeep:
                 text = rows.structure_text
                 if not dead and not self._needs_structure(text, generation, rows.rows):
                     continue
-                with Claim(self.record, 0) as claim:
+                with WorkClaim(self.record, 0) as claim:
                     self._renew(generation, claim, compact=dead)
                 return True
         return False
@@ -303,7 +303,7 @@ class Upkeep:
             with self.record.reading() as connection:
                 generations = all_generations(connection)
             for generation in generations:
-                with Claim(self.record, _WAIT, report) as claim:
+                with WorkClaim(self.record, _WAIT, report) as claim:
                     compacted_at[generation.number] = self._renew(generation, claim, compact=True)
             with self.record.writing() as (connection, _):
                 sync_rows(connection, self.record.folder)
@@ -324,10 +324,10 @@ class Upkeep:
             if rows is None:
                 return
             if self._needs_structure(rows.structure_text, generation, rows.rows):
-                with Claim(self.record, _WAIT) as claim:
+                with WorkClaim(self.record, _WAIT) as claim:
                     self._renew(generation, claim, compact=False)
 
-    def _renew(self, generation: Generation, claim: Claim, *, compact: bool) -> int:
+    def _renew(self, generation: Generation, claim: WorkClaim, *, compact: bool) -> int:
         """Build a generation's structure if necessary; with `compact`, drop its dead rows first.
 
         Returns:
@@ -419,7 +419,7 @@ class Upkeep:
                 chunks[name] = _chunks(stack.enter_context(source.reading(grown.rows)), later)
             append_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks)
 
-    def _built(self, generation: Generation, claim: Claim, stem: str, count: int) -> str | None:
+    def _built(self, generation: Generation, claim: WorkClaim, stem: str, count: int) -> str | None:
         """Build and load a structure over the first `count` rows; return its JSON text."""
         choice = self._chosen(generation, count)
         if choice is None:

@@ -23,15 +23,15 @@ from retrieval.errors import DataError, RecipeError, listed
 from retrieval.evaluation.evaluate_run import refuse_unanswerable
 from retrieval.host.factory import calling
 from retrieval.images.decoding import decode
+from retrieval.model.checked_parts import model_parts
 from retrieval.model.contracts import Learner
 from retrieval.model.model import Model, check_width
-from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Sampler
-from retrieval.run import checkpoint
+from retrieval.run import checkpoint_format
 from retrieval.run.build import build_learner, build_sampler, code_size
 from retrieval.run.open import Run, build_run
-from retrieval.training.learn import (
+from retrieval.training.fit_learner import (
     NOTHING,
     fit,
     items_and_backbone,
@@ -59,7 +59,7 @@ def run_one_batch(recipe: Recipe) -> list[str]:
         if wrong := search_faults(recipe):
             raise RecipeError(wrong)
     accelerator = make_accelerator(recipe)
-    checkpoint.seed_everything(recipe.seed)
+    checkpoint_format.seed_everything(recipe.seed)
     if recipe.learner is not None:
         return _check_learner(recipe)
     run = build_run(Path(recipe.name), recipe)
@@ -165,7 +165,7 @@ def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]
     assert run.objective is not None
     open_some(run)
     lines = []
-    random = checkpoint.random_state()
+    random = checkpoint_format.random_state()
     try:
         warnings = [*_sampler_warnings(run), *random_frozen(run.recipe, run.dataset)]
         # one copy of both, because loss and model may share the combiner
@@ -181,7 +181,7 @@ def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]
             lines.append(line)
             warnings += phase_warnings
     finally:
-        checkpoint.restore_random_state(random)
+        checkpoint_format.restore_random_state(random)
     return lines, warnings
 
 

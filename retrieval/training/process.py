@@ -28,14 +28,14 @@ from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, Interrupted, RecipeError, RetrievalError
 from retrieval.evaluation.evaluate_run import Protocol
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
+from retrieval.model.checked_parts import CheckedMetric
 from retrieval.model.model import Model
-from retrieval.model.products import CheckedMetric
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Train
 from retrieval.run.build import Objective
-from retrieval.run.checkpoint import python_random_kept
+from retrieval.run.checkpoint_format import python_random_kept
 from retrieval.run.open import Run
-from retrieval.run.resume import Position, Standing, changes, standing
+from retrieval.run.resume import Position, ResumePoint, changes, standing
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def together(accelerator: Accelerator, do: Callable[[], Result]) -> Result:
 
 def going_on(
     path: Path, recipe: Recipe, report: Callable[[str], None]
-) -> tuple[Standing | None, list[str]]:
+) -> tuple[ResumePoint | None, list[str]]:
     """Return the checkpoint from which a run resumes, and the changes of its recipe; report these.
 
     Raises:
@@ -198,7 +198,7 @@ def _last_modified(file: Path) -> int | None:
 
 @contextlib.contextmanager
 def same_threads(
-    last: Standing | None, device: torch.device, report: Callable[[str], None]
+    last: ResumePoint | None, device: torch.device, report: Callable[[str], None]
 ) -> Iterator[None]:
     """Context manager in which torch uses as many threads as before a run was stopped.
 

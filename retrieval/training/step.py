@@ -41,14 +41,14 @@ from retrieval.model.loss import (
     count_indices,
     reads_at_once,
 )
+from retrieval.model.loss_division import Rows, compares_with_classes, rows_of_loss, shards_of
 from retrieval.model.model import Model, checked_rows
-from retrieval.model.rows import Rows, compares_with_classes, rows_of_loss, shards_of
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.rules import SHAPES
 from retrieval.recipe.tables import Phase, Schedule, Trainable
 from retrieval.run.build import Objective, loss_sizes
-from retrieval.training.devices import Devices, WholeBatch, divided_loss
-from retrieval.training.optim import Groups, build_optimizers, names_of, parts_of
+from retrieval.training.build_optimizers import Groups, build_optimizers, names_of, parts_of
+from retrieval.training.distributed import Devices, WholeBatch, divided_loss
 from retrieval.training.process import Monitor
 from retrieval.training.synthetic import (
     Metrics,

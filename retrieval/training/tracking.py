@@ -21,7 +21,7 @@ from retrieval.host.hookspecs import hookimpl
 from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import TrackedRun, Tracker
 from retrieval.recipe.read import Recipe
-from retrieval.run.checkpoint import python_random_kept
+from retrieval.run.checkpoint_format import python_random_kept
 from retrieval.run.open import Run, run_versions
 
 FILE = "trackers.json"

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from retrieval.base.arrays import Ints
-from retrieval.base.places import StrPath
+from retrieval.base.display_tables import html_table
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Progress, showing, shows_progress
-from retrieval.base.tables import html_table
 from retrieval.bundle.encoder import Embeddings, Encoder
 from retrieval.data.encode import encode_images, index_vectors
 from retrieval.errors import DataError, Interrupted, RecipeError

@@ -34,8 +34,7 @@ from retrieval.model.loss import reads_at_once
 from retrieval.model.model import combiner_warnings
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Augmentation, Phase
-from retrieval.run import checkpoint
-from retrieval.run.adapters import merge, without_additions
+from retrieval.run import checkpoint_format
 from retrieval.run.build import Objective, build_sampler, drawn_at_random, load_weights
 from retrieval.run.folder import (
     absolute_paths,
@@ -45,12 +44,14 @@ from retrieval.run.folder import (
     record_changes,
     refuse_taken,
 )
+from retrieval.run.lora import merge, without_additions
 from retrieval.run.open import Run, begin_folder, build_run
-from retrieval.run.resume import Position, Standing
+from retrieval.run.resume import Position, ResumePoint
+from retrieval.training.build_optimizers import Average
 from retrieval.training.check import look_ahead
-from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
-from retrieval.training.learn import fit_learner, nothing_to_train, write_untrained
-from retrieval.training.optim import Average
+from retrieval.training.checkpoints import restore_checkpoint, save_checkpoint
+from retrieval.training.distributed import NOT_SYNCHRONISED, trains_batch_norm
+from retrieval.training.fit_learner import fit_learner, nothing_to_train, write_untrained
 from retrieval.training.process import (
     Monitor,
     forget_after,
@@ -63,7 +64,6 @@ from retrieval.training.process import (
     together,
     validate,
 )
-from retrieval.training.state import restore_checkpoint, save_checkpoint
 from retrieval.training.step import OWN_STATISTICS, Losses, Step, refuse_not_finite
 
 NO_TRIPLETS = (
@@ -483,7 +483,9 @@ class Trainer:
                 )
             write_json(self.run.path / "summary.json", summary, DataError)
         self.accelerator.wait_for_everyone()
-        load_weights(self.run.model, checkpoint.load_checkpoint(self.run.best), self.run.best)
+        load_weights(
+            self.run.model, checkpoint_format.load_checkpoint(self.run.best), self.run.best
+        )
         # undo torch.compile; the weights stay as they are
         self.run.model.backbone._compiled_call_impl = None
         self.run.model.eval()
@@ -525,7 +527,7 @@ class Trainer:
                 )
 
     def _save_best(self) -> None:
-        checkpoint.save(
+        checkpoint_format.save(
             self.run.best,
             {
                 "model": without_additions(self.average.model).state_dict(),
@@ -533,7 +535,7 @@ class Trainer:
             },
         )
 
-    def resume(self, standing: Standing) -> None:
+    def resume(self, standing: ResumePoint) -> None:
         """Resume from a run's checkpoint.
 
         Raises:
@@ -654,7 +656,7 @@ def train_run(
     report = report if main else (lambda line: None)
     with ExitStack() as locks:
 
-        def claim() -> tuple[Standing | None, list[str], bool]:
+        def claim() -> tuple[ResumePoint | None, list[str], bool]:
             nonlocal resume
             if main:
                 locks.enter_context(claimed(path))
@@ -673,7 +675,7 @@ def train_run(
             report(f"{path} is complete already.")
             return Run.open(path)
         recipe = absolute_paths(recipe)  # the run can then be resumed from another folder
-        checkpoint.seed_everything(recipe.seed)
+        checkpoint_format.seed_everything(recipe.seed)
 
         def create(run: Run) -> None:
             if not resume:

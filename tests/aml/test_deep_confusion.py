@@ -11,7 +11,7 @@ from retrieval.errors import RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.model.model import Normalise, build_head
 from retrieval.recipe.read import check_recipe
-from retrieval.run import checkpoint
+from retrieval.run import checkpoint_format
 from retrieval.training.trainer import train_run
 from torch import Tensor, nn
 
@@ -216,6 +216,6 @@ def test_a_recipe_trains(tmp_path, loss, miner):
         "loss": {"name": loss},
     }
     train_run(tmp_path / "run", check_recipe({**recipe, **miner}))
-    state = checkpoint.load_checkpoint(tmp_path / "run" / "checkpoints" / "last.safetensors")
+    state = checkpoint_format.load_checkpoint(tmp_path / "run" / "checkpoints" / "last.safetensors")
     assert state["modules"].get("generator", {}) == {}
     assert list(state["optimizers"]) == ["metric"]

@@ -122,23 +122,25 @@ import os, sys
 from pathlib import Path
 import numpy as np
 from retrieval.bundle.bundle import Bundle
-from retrieval.store import structure, view
+from retrieval.store import search_structure
+from retrieval.store import snapshot_view
 from retrieval.store.contract import Item, widths_of
 from retrieval.store.local import LocalStore
 from retrieval.store.folder import create_local
-structure.MIN_ROWS = 50
+search_structure.MIN_ROWS = 50
 disk, folder, careless = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "careless"
 marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT)
 bundle = Bundle.open(folder / "bundle", threads=1)
 vectors = np.load(folder / "vectors.npy")
 item = lambda n, row: Item(f"id {n}", str(row), arrays={"vector": vectors[row]})
-create_local(disk / "index", bundle, widths_of(bundle), structure=structure.StructureChoice("ivf"))
+ivf = search_structure.StructureChoice("ivf")
+create_local(disk / "index", bundle, widths_of(bundle), structure=ivf)
 with LocalStore(disk / "index", upkeep=False) as store:
     store.upsert([item(n, n) for n in range(120)], bundle.sha256)
     store.delete([f"id {n}" for n in range(40)])
     store.upsert([item(n, n + 100) for n in range(40, 60)], bundle.sha256)
     if careless:
-        os.fsync = view.sync_data = lambda handle: None
+        os.fsync = snapshot_view.sync_data = lambda handle: None
     os.write(marks, b"begin")
     store.compact()
     os.write(marks, b"end")

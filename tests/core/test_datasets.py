@@ -192,7 +192,7 @@ def test_skip_bad_names_and_leaves_out(damaged, tmp_path, caplog, monkeypatch):
             assert name in caplog.text
         assert pixel_sum(data) == 3 * 3 * 36 * 100
     with monkeypatch.context() as patch:
-        patch.setattr("retrieval.data.readable.decode", None)
+        patch.setattr("retrieval.data.unreadable_images.decode", None)
         assert len(build("image_folder", folder=damaged, skip_bad=True)) == 3
     (cached,) = (tmp_path / "cache" / "readable").iterdir()
     for content in ("{broken", "{}", "3", '["", ""]'):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from retrieval.errors import RecipeError
 from retrieval.host.plugins import load_plugins
-from retrieval.run import checkpoint
+from retrieval.run import checkpoint_format
 from retrieval.training.trainer import Trainer
 from trained_weights import trainer_of
 
@@ -56,7 +56,7 @@ def test_synthetic_samples_enter_the_loss_and_its_gradient(trainer, name, genera
     values = []
     for scale in (0.1, 1.0):
         randomise(of, scale)
-        checkpoint.seed_everything(0)
+        checkpoint_format.seed_everything(0)
         losses = of.step.losses(inputs, labels)
         assert torch.isfinite(losses.metric)
         values.append(losses.metric.item())

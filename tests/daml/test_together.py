@@ -10,7 +10,7 @@ import pytest
 import torch
 from discriminator_by_loops import distance
 from retrieval.recipe.read import Recipe
-from retrieval.run import checkpoint
+from retrieval.run import checkpoint_format
 from retrieval.training.trainer import Trainer
 from trained_weights import trainer_of
 
@@ -114,7 +114,7 @@ def test_the_loss_is_the_sum_over_synthetic_and_real_samples_and_the_combiner(ma
         train = {"device": "cpu", "real_weight": weight}
         of = trainer(tmp_path, make(combiner=combiner, train=train))
         inputs, labels = next(iter(of.batches.epoch(0)))
-        checkpoint.seed_everything(3)
+        checkpoint_format.seed_everything(3)
         # the last phase does not train the combiner
         trains = ["head", "loss"] if len(values) == 3 else ["head", "combiner", "loss"]
         of.step.phase = of.phase.model_copy(update={"train": trains})

@@ -14,7 +14,7 @@ import torch
 from daml_recipes import ALGORITHM, LOSSES, METRIC, batch, made, trainer
 from pytorch_metric_learning.miners import TripletMarginMiner
 from retrieval.errors import RecipeError
-from retrieval.run import checkpoint
+from retrieval.run import checkpoint_format
 from retrieval.run.build import Called
 from retrieval.run.open import build_run
 from retrieval.training.synthetic import choose_triplets, extend, mine
@@ -29,7 +29,7 @@ def test_gradients_are_those_of_the_couplings_objectives(tmp_path, tables, coupl
     """
     of = trainer(tmp_path, **tables, train={"device": "cpu", "coupling": coupling})
     inputs, labels = batch(of)
-    random = checkpoint.random_state()
+    random = checkpoint_format.random_state()
     losses = of.step.losses(inputs, labels)
     metric, generator = list(of.run.model.parameters()), list(of.objective.generator.parameters())
     total = losses.metric + losses.generator
@@ -47,7 +47,7 @@ def test_gradients_are_those_of_the_couplings_objectives(tmp_path, tables, coupl
     else:
         expected = gradients(losses.metric, metric) + gradients(losses.generator, generator)
     assert all(bool(g.any()) for g in expected[len(metric) :])
-    checkpoint.restore_random_state(random)
+    checkpoint_format.restore_random_state(random)
     for parameter in metric + generator:
         parameter.grad = None
     again = of.step.losses(inputs, labels)

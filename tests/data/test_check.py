@@ -16,10 +16,10 @@ from retrieval.data.datasets import ArrayDataset
 from retrieval.errors import DataError
 from sklearn.datasets import load_digits, load_sample_images
 
-from retrieval_lab import near
+from retrieval_lab import near_duplicates
 from retrieval_lab.check_data import PICTURES, check_data
 from retrieval_lab.findings import Alike, Findings, Subject, spelt_alike
-from retrieval_lab.near import fingerprint, near_pairs
+from retrieval_lab.near_duplicates import fingerprint, near_pairs
 
 SIZE = 96
 
@@ -212,12 +212,12 @@ def test_near_duplicates_by_a_model(photos, bundle, cli):
 
 
 def pairs_of(near) -> dict[tuple[int, int], float]:
-    pairs = zip(near.first.tolist(), near.second.tolist(), strict=True)
-    return dict(zip(pairs, near.distance.tolist(), strict=True))
+    pairs = zip(near_duplicates.first.tolist(), near_duplicates.second.tolist(), strict=True)
+    return dict(zip(pairs, near_duplicates.distance.tolist(), strict=True))
 
 
 def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
-    monkeypatch.setattr(near, "_ENTRIES", 1700)
+    monkeypatch.setattr(near_duplicates, "_ENTRIES", 1700)
     random = np.random.default_rng(0)
     copies = np.repeat(random.normal(size=(1, 6)), 40, 0)
     vectors = np.concatenate([random.normal(size=(60, 6)), copies])
@@ -234,7 +234,7 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
     assert pairs_of(actual) == pytest.approx(expected)
     assert actual.complete and (np.diff(actual.distance) >= 0).all()
 
-    monkeypatch.setattr(near, "MOST_PAIRS", 100)
+    monkeypatch.setattr(near_duplicates, "MOST_PAIRS", 100)
     ended = near_pairs(vectors, 1.5)
     assert not ended.complete and 100 < len(ended.first) < len(expected)
     equal = near_pairs(np.full((300, 4), 1000, np.float32), 0.0)
@@ -242,7 +242,7 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
 
 
 def test_a_long_vector_or_an_offset_does_not_end_the_search(monkeypatch):
-    monkeypatch.setattr(near, "MOST_PAIRS", 100)
+    monkeypatch.setattr(near_duplicates, "MOST_PAIRS", 100)
     random = np.random.default_rng(0)
     vectors = random.normal(size=(200, 64)).astype(np.float32)
     vectors[0] *= 10_000
@@ -317,7 +317,7 @@ def test_items_of_arrays_have_no_bytes(monkeypatch, tmp_path):
     from retrieval.data.splits import make_splits
     from retrieval.recipe.tables import Split
 
-    from retrieval_lab.subjects import of_dataset
+    from retrieval_lab.checked_items import of_dataset
 
     digits = (load_digits().images[:40] * 15.9).astype(np.uint8)
     dataset = ArrayDataset(digits, [str(i % 4) for i in range(40)])

@@ -3,7 +3,7 @@ import struct
 
 import numpy as np
 import pytest
-from retrieval.data.published import read_idx
+from retrieval.data.image_archives import read_idx
 from retrieval.errors import DataError
 
 BODY = bytes(range(24))

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.objects import as_dataset
+from retrieval.data.foreign_datasets import as_dataset
 from retrieval.errors import DataError
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 

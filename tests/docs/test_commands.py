@@ -94,7 +94,7 @@ def test_every_command_is_in_the_documentation(root, commands_in):
 
 def test_the_page_of_stores_names_existing_tests(root):
     page = (root / "docs" / "stores.md").read_text(encoding="utf-8")
-    files = [*root.glob("tests/stores/test_*.py"), *root.glob("tests/serving/test_*.py")]
+    files = [*root.glob("tests/store/test_*.py"), *root.glob("tests/server/test_*.py")]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     tests = {*re.findall(r"^ *(?:async )?def (test_\w+)", text, re.M), *dir(testing.StoreSuite)}
     rows = re.findall(r"^\|.*\| ([^|]+) \|$", page[page.index("Qdrant | test |") :], re.M)[1:]

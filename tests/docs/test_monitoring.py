@@ -8,7 +8,7 @@ import urllib.request
 import makers
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from retrieval.base.stages import STAGES
+from retrieval.base.timing import STAGES
 from retrieval.index.index import Index, create_index
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from retrieval.store import structure, upkeep
+from retrieval.store import search_structure, upkeep
 from retrieval.store.contract import Item
 from retrieval.store.local import LocalStore
 
@@ -21,7 +21,7 @@ def items(numbers: Iterable[int]) -> list[Item]:
 
 def write(folder: Path, who: str, count: int, reopen: bool, seconds: float = 3.0) -> set[str]:
     """Write to and delete from an index for some seconds; return the ids that it then has."""
-    upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 200
+    upkeep._MIN_DEAD_ROWS = search_structure.MIN_ROWS = 200
     random, end, done = np.random.default_rng(len(who)), time.monotonic() + seconds, 0
     store, present = LocalStore(folder), set[str]()
     bundle = store.generations()[0].bundle

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from click.testing import CliRunner
 from PIL import Image
 from retrieval.cli.app import app
-from retrieval.run import checkpoint
+from retrieval.run import checkpoint_format
 from retrieval.run.open import Run, build_run
 from retrieval.training.trainer import Trainer, train_run
 from sklearn.datasets import load_digits
@@ -59,7 +59,7 @@ def ran(*words: object) -> str:
 
 
 def load(folder: Path, name: str = "last") -> Any:
-    return checkpoint.load_checkpoint(folder / "checkpoints" / f"{name}.safetensors")
+    return checkpoint_format.load_checkpoint(folder / "checkpoints" / f"{name}.safetensors")
 
 
 def weights(folder: Path, name: str = "last") -> Weights:
@@ -71,7 +71,7 @@ def weights(folder: Path, name: str = "last") -> Weights:
 
 def start(tmp_path: Path, recipe: Any) -> Weights:
     """The weights before the first step."""
-    checkpoint.seed_everything(recipe.seed)
+    checkpoint_format.seed_everything(recipe.seed)
     run = build_run(tmp_path, recipe)
     parts = {name: getattr(run.objective, name) for name in ("loss", "miner", "generator")}
     states = {part: module.state_dict() for part, module in parts.items() if module is not None}
@@ -153,5 +153,5 @@ def digit_photos(folder: Path, count: int, classes: int = 4) -> Path:
 
 def trainer_of(tmp_path: Path, recipe: Any) -> Trainer:
     """The trainer of a new run, before its first step."""
-    checkpoint.seed_everything(0)
+    checkpoint_format.seed_everything(0)
     return Trainer(build_run(tmp_path, recipe), Accelerator(cpu=True))

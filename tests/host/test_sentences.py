@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from refusals import refusal
-from retrieval.base.places import instead
+from retrieval.base.folder_kinds import instead
 from retrieval.cli.common import BYTES, PIXELS
 from retrieval.errors import StoreError, did_you_mean
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILE_LINES, FUNCTION_LINES = 820, 85
+FILE_LINES, FUNCTION_LINES = 830, 85
 FILES = [
     path for folder in ("retrieval", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))
 ]

@@ -46,7 +46,7 @@ def styles():
 )
 def test_each_style_trains(loss, miner, tmp_path):
     import torch
-    from retrieval.run import checkpoint
+    from retrieval.run import checkpoint_format
     from retrieval.run.open import build_run
     from retrieval.training.trainer import train_run
 
@@ -55,7 +55,7 @@ def test_each_style_trains(loss, miner, tmp_path):
         table["miner"] = {**miner, "name": f"styles.{miner['name']}"}
     recipe = check_recipe(table)
     run = train_run(tmp_path / "run", recipe)
-    checkpoint.seed_everything(recipe.seed)
+    checkpoint_format.seed_everything(recipe.seed)
     before = build_run(tmp_path, recipe).model.state_dict()
     after = run.model.state_dict()
     assert all(bool(torch.isfinite(value).all()) for value in after.values())

@@ -13,7 +13,7 @@ import pytest
 from oahu_streams import noisy_clouds as clouds, stream_of
 
 from retrieval_oahu import Warm, from_labels, in_chunks, with_closure
-from retrieval_oahu.memory import Memory, digest
+from retrieval_oahu.recent_items import Memory, digest
 from retrieval_oahu.warm import EXPERTS, FOLDS, SETTLE
 
 

@@ -12,7 +12,7 @@ from pytorch_metric_learning import losses
 from retrieval.errors import RecipeError
 from retrieval.host.factory import Factory
 
-from retrieval_pml.offers import MEANINGS, offer
+from retrieval_pml.upstream_factories import MEANINGS, offer
 
 
 class Example(losses.ProxyAnchorLoss):  # type: ignore[misc]

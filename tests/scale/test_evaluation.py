@@ -13,7 +13,7 @@ from retrieval.evaluation import evaluation, pairwise, verify_run
 from retrieval.evaluation.evaluation import Levels
 from retrieval.evaluation.pairwise import evaluate_vectors
 from retrieval.evaluation.verification import FOLDS, PER_FOLD
-from retrieval.index.embedding import embed_sources
+from retrieval.index.write_embeddings import embed_sources
 from retrieval.training.comparison.compare import compare
 from retrieval.training.train import train
 

@@ -9,13 +9,13 @@ from PIL import Image
 from retrieval import Index, check_data, evaluate
 from retrieval.data import features
 from retrieval.data.loading import RawInputs
-from retrieval.index import embedding
-from retrieval.index.embedding import embed_sources
+from retrieval.index import write_embeddings
+from retrieval.index.write_embeddings import embed_sources
 from retrieval.training.train import train
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from retrieval_lab import near
+from retrieval_lab import near_duplicates
 from retrieval_lab.report import measured, write
 
 pytestmark = pytest.mark.scale
@@ -120,7 +120,7 @@ def test_a_run_and_its_report_give_the_metrics_of_its_vectors(run, test_items, v
 
 def test_data_check_finds_leaks_and_stops_at_too_many_pairs(photos, tmp_path):
     clean = check_data(photos, progress=False)
-    assert len(clean.subjects) == COUNT > near._ENTRIES // COUNT
+    assert len(clean.subjects) == COUNT > near_duplicates._ENTRIES // COUNT
     assert clean.clean
     assert clean.complete
     random = np.random.default_rng(4)
@@ -129,10 +129,10 @@ def test_data_check_finds_leaks_and_stops_at_too_many_pairs(photos, tmp_path):
     for number in range(BLURRED):
         pixels = np.clip(base + random.integers(-1, 2, base.shape), 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(tmp_path / "many" / f"{number}.bmp")
-    assert BLURRED * (BLURRED - 1) // 2 > near.MOST_PAIRS
+    assert BLURRED * (BLURRED - 1) // 2 > near_duplicates.MOST_PAIRS
     many = check_data(tmp_path, progress=False)
     assert not many.complete
-    assert len(many.near) > near.MOST_PAIRS
+    assert len(many.near) > near_duplicates.MOST_PAIRS
 
 
 def blocks(table):
@@ -151,7 +151,7 @@ def test_pictures_are_embedded_in_parts_and_duplicates_are_those_of_all_pairs(
 ):
     embedded = tmp_path / "vectors"
     embed_sources(bundle, photos, embedded, progress=False)
-    assert len([*embedded.glob("*.parquet")]) == -(-COUNT // embedding._SMALLEST_PART)
+    assert len([*embedded.glob("*.parquet")]) == -(-COUNT // write_embeddings._SMALLEST_PART)
     with Index.create(tmp_path / "index", embedded, model=bundle, progress=False) as index:
         items = index.store.scan(limit=COUNT)
         assert len(items) == COUNT

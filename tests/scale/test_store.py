@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from retrieval import Index
 from retrieval.store.search import Companion, nearest
-from retrieval.store.structure import build_structure, load_structure
+from retrieval.store.search_structure import build_structure, load_structure
 
 pytestmark = pytest.mark.scale
 

@@ -15,7 +15,7 @@ from layouts import refused, sides
 from PIL import Image
 from retrieval.data.cache import dataset_identity
 from retrieval.data.datasets import Dataset
-from retrieval.data.published import Count
+from retrieval.data.image_archives import Count
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.recipe.tables import Split

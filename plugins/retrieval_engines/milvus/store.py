@@ -17,7 +17,7 @@ from pymilvus.client.ts_utils import get_collection_ts
 from retrieval.errors import DataError, StoreError
 from retrieval.store.items import VECTOR, Floats, Generation
 
-from retrieval_engines.remote import EXACT, Conditions, RemoteStore, one_line
+from retrieval_engines.remote_store import EXACT, Conditions, RemoteStore, one_line
 from retrieval_engines.rows import Row
 
 # pymilvus logs a traceback for each refused request; this module raises a sentence instead.

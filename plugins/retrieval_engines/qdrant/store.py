@@ -15,7 +15,7 @@ from qdrant_client.http.exceptions import (
 )
 from retrieval.store.items import Floats, Generation
 
-from retrieval_engines.remote import EXACT, Conditions, RemoteStore, one_line
+from retrieval_engines.remote_store import EXACT, Conditions, RemoteStore, one_line
 from retrieval_engines.rows import Row
 
 # Size of a request that writes points.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 from retrieval.base.files import write_text
-from retrieval.base.places import StrPath
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.data.datasets import Dataset
 from retrieval.data.splits import natural

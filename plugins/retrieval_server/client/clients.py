@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, 
 
 from retrieval.errors import DataError
 
-from retrieval_server.client import answers
+from retrieval_server import responses
 from retrieval_server.client.bodies import (
     NewItem,
     dumps,
@@ -83,7 +83,7 @@ class AsyncClient(Sender):
         vector: Iterable[float] | None = None,
         id: str | None = None,
         **options: Unpack[SearchOptions],
-    ) -> answers.SearchAnswer:
+    ) -> responses.SearchAnswer:
         """Search for the items nearest to an image, a vector or an item of the index.
 
         Give one of `image`, `vector` and `id`.
@@ -101,7 +101,7 @@ class AsyncClient(Sender):
         else:
             query = without_none(id=id, vector=numbers_of(vector))
             content = json_of({**query, **options})
-        return await self._send("POST", "/search", answers.SearchAnswer, **content)
+        return await self._send("POST", "/search", responses.SearchAnswer, **content)
 
     async def search_batch(
         self,
@@ -110,7 +110,7 @@ class AsyncClient(Sender):
         vectors: Iterable[Iterable[float]] = (),
         ids: Iterable[str] = (),
         **options: Unpack[SearchOptions],
-    ) -> answers.BatchAnswer:
+    ) -> responses.BatchAnswer:
         """Search for the items nearest to several images, vectors or items in one request."""
         files = list(images)
         named = [{"id": id} for id in ids]
@@ -121,7 +121,7 @@ class AsyncClient(Sender):
             content = await form_of(files, texts_of(**options))
         else:
             content = json_of({"queries": queries or named, **options})
-        return await self._send("POST", "/search/batch", answers.BatchAnswer, **content)
+        return await self._send("POST", "/search/batch", responses.BatchAnswer, **content)
 
     async def put(
         self,
@@ -132,7 +132,7 @@ class AsyncClient(Sender):
         label: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         keep: str | None = None,
-    ) -> answers.PutAnswer:
+    ) -> responses.PutAnswer:
         """Add an item, or replace as a whole the item with the same id.
 
         Args:
@@ -156,20 +156,22 @@ class AsyncClient(Sender):
         else:
             fields = without_none(vector=numbers_of(vector), label=label, metadata=metadata)
             content = json_of(fields)
-        return await self._send("PUT", "/item", answers.PutAnswer, **content, **id_parameter(id))
+        return await self._send("PUT", "/item", responses.PutAnswer, **content, **id_parameter(id))
 
     async def patch(
         self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
-    ) -> answers.PutAnswer:
+    ) -> responses.PutAnswer:
         """Change an item's label, or some of its metadata.
 
         `None` leaves the label or all metadata as they are. Entries of `metadata` are merged into
         those of the item (RFC 7396); an entry that is `None` is removed.
         """
         content = json_of(without_none(label=label, metadata=metadata))
-        return await self._send("PATCH", "/item", answers.PutAnswer, **content, **id_parameter(id))
+        return await self._send(
+            "PATCH", "/item", responses.PutAnswer, **content, **id_parameter(id)
+        )
 
-    async def add(self, items: Iterable[NewItem]) -> answers.AddAnswer:
+    async def add(self, items: Iterable[NewItem]) -> responses.AddAnswer:
         """Add or replace several items in one atomic request.
 
         Args:
@@ -189,18 +191,18 @@ class AsyncClient(Sender):
             content = await form_of(images, {"items": dumps(described)})
         else:
             content = json_of({"items": described})
-        return await self._send("POST", "/items", answers.AddAnswer, **content)
+        return await self._send("POST", "/items", responses.AddAnswer, **content)
 
-    async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:
+    async def get(self, id: str, *, vector: bool = False) -> responses.ItemAnswer:
         """Return an item, optionally with its vector."""
         options = {}
         if vector:
             options = {"vector": "true"}
-        return await self._send("GET", "/item", answers.ItemAnswer, **id_parameter(id, **options))
+        return await self._send("GET", "/item", responses.ItemAnswer, **id_parameter(id, **options))
 
     async def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
-    ) -> AsyncIterator[answers.ItemAnswer]:
+    ) -> AsyncIterator[responses.ItemAnswer]:
         """Iterate over all items, or those that match `filter`, by id and in pages of `page`."""
         cursor: str | None = None
         while True:
@@ -212,9 +214,9 @@ class AsyncClient(Sender):
 
     async def _page(
         self, filter: Filter | None, fields: Sequence[str] | None, limit: int, cursor: str | None
-    ) -> answers.Page:
+    ) -> responses.Page:
         options = texts_of(filter=filter, fields=fields, limit=limit, cursor=cursor)
-        return await self._send("GET", "/items", answers.Page, params=options)
+        return await self._send("GET", "/items", responses.Page, params=options)
 
     async def delete(self, id: str) -> None:
         """Delete an item; raise a `ServerError` with status 404 if it does not exist."""
@@ -226,7 +228,7 @@ class AsyncClient(Sender):
         A failed request is not repeated, because it might have deleted some items already.
         """
         content = json_of({"filter": filter})
-        done = await self._send("POST", "/delete", answers.Deleted, repeats=False, **content)
+        done = await self._send("POST", "/delete", responses.Deleted, repeats=False, **content)
         return done.deleted
 
     async def image(self, id: str) -> bytes:
@@ -237,14 +239,14 @@ class AsyncClient(Sender):
         """Return a JPEG of an item's original, at most 256 pixels wide and high."""
         return await self._send("GET", "/item/thumbnail", bytes, **id_parameter(id))
 
-    async def index(self) -> answers.IndexAnswer:
+    async def index(self) -> responses.IndexAnswer:
         """Return the description of the index."""
-        return await self._send("GET", "/index", answers.IndexAnswer)
+        return await self._send("GET", "/index", responses.IndexAnswer)
 
     async def snapshot(self, *, seconds: float = 3600.0) -> str:
         """Make the server write a snapshot, wait for it and return its name."""
         options: dict[str, Any] = {"repeats": False, "seconds": seconds}
-        return (await self._send("POST", "/snapshots", answers.Snapshot, **options)).snapshot
+        return (await self._send("POST", "/snapshots", responses.Snapshot, **options)).snapshot
 
     async def push(
         self,
@@ -341,7 +343,7 @@ class Client:
 
     def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
-    ) -> Iterator[answers.ItemAnswer]:
+    ) -> Iterator[responses.ItemAnswer]:
         """Iterate over the items; see `AsyncClient.items`."""
         cursor: str | None = None
         while True:

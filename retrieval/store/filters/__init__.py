@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from retrieval.errors import DataError
-from retrieval.store.filters.deciding import (
+from retrieval.store.filters.evaluating import (
     matches as matches,
     metadata_text as metadata_text,
     to_sql as to_sql,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retrieval.base.files import hold
-from retrieval.base.places import StrPath
+from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_mean
 from retrieval.host.processes import cluster_at, exit_if_imported
@@ -26,9 +26,9 @@ from retrieval.training.comparison.jobs import (
     recipe_of,
 )
 from retrieval.training.comparison.result import Comparison, Contestant
-from retrieval.training.comparison.search import Tuning, tune
+from retrieval.training.comparison.tables import Latex, write
+from retrieval.training.comparison.tuning import Tuning, tune
 from retrieval.training.comparison.workers import workers as prepared_workers
-from retrieval.training.comparison.written import Latex, write
 from retrieval.training.process import signals
 from retrieval.training.tracking import failures, full_name
 

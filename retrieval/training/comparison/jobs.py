@@ -23,7 +23,7 @@ from retrieval.host.python_parts import WORDS, named_object
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, check_recipe, read_table
 from retrieval.recipe.tables import Split
-from retrieval.run import checkpoint
+from retrieval.run import checkpoint_format
 from retrieval.run.build import build_backbone, build_dataset, build_model
 from retrieval.run.folder import create_folder, is_complete, is_run
 from retrieval.run.open import Run
@@ -275,7 +275,7 @@ def _measured(job: ComparisonJob) -> Metrics:
     """Measure an untrained net or a backbone's features; see `ComparisonJob.kind`."""
     recipe = recipe_of(job.table, job.objects)
     is_untrained = job.kind == "untrained"
-    checkpoint.seed_everything(recipe.seed)
+    checkpoint_format.seed_everything(recipe.seed)
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     if is_untrained and recipe.learner is None:

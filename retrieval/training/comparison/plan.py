@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from retrieval.base.files import write_json
-from retrieval.base.places import StrPath
+from retrieval.base.folder_kinds import StrPath
 from retrieval.errors import DataError, RecipeError, RetrievalError, listed
 from retrieval.host.values import toml_value
 from retrieval.recipe.read import Recipe, apply_overrides, check_recipe, read_recipe

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from retrieval.base.tables import html_table
+from retrieval.base.display_tables import html_table
 from retrieval.training.comparison import statistics
 from retrieval.training.comparison.plan import PRIMARY, ComparisonPlan
-from retrieval.training.comparison.search import Tuning, agreement
 from retrieval.training.comparison.statistics import Mean, MeanDifference, mean_of
+from retrieval.training.comparison.tuning import Tuning, agreement
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,825 @@
+"""Base class of stores in a database engine such as Milvus.
+
+The index `photos` is a set of collections (tables). Each generation, the arrays of all items under
+one bundle, has a collection with one row per item. One more collection, the register, holds notes
+(on the index and its generations) and pieces (of bundles and originals). The alias `photos` names
+the collection of the served generation; `migrate` and `rollback` end by moving it.
+
+Each write gives an item a new version. A generation that is being built still needs every item
+whose version it does not have, so processes may keep writing to the served generation only.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import threading
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from retrieval.bundle.bundle import Bundle
+from retrieval.errors import DataError, MissingDependency, StoreError
+from retrieval.store.address import Address
+from retrieval.store.contract import (
+    Stats,
+    Store,
+    StorePlace,
+    StoreUnavailable,
+    Superseded,
+    TooSlow,
+    stop_at,
+)
+from retrieval.store.copy_store import PAGE, write_copy
+from retrieval.store.filters import And, Exists, Filter
+from retrieval.store.filters.tree import Condition, Field, Joint, fold
+from retrieval.store.items import (
+    FEATURES,
+    VECTOR,
+    Floats,
+    Generation,
+    Item,
+    check_embedded,
+    checked,
+    refuse_fields,
+    served_of,
+    spans_of,
+    usable,
+)
+from retrieval.store.kept_bundles import bundle_pieces, kept_bundle
+from retrieval.store.search import check_queries
+
+from retrieval_engines.rows import PIECE_BYTES, Row
+
+ENGINE_FORMAT = 1
+# The engines' numbers are float64, which represents smaller integers exactly.
+EXACT = 1 << 53
+REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
+"""Stands for the register in calls that take a generation; its rows have no arrays."""
+
+Conditions = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class RegisterContent:
+    """What the register says at one moment.
+
+    Attributes:
+        notes: all notes by name; the value of a deleted note is None.
+        generations: all generations, oldest first.
+    """
+
+    notes: Mapping[str, Any]
+    generations: tuple[Generation, ...]
+
+    @property
+    def served(self) -> Generation:
+        """The generation that is served."""
+        return served_of(self.generations)
+
+    def latest(self, generation: Generation) -> Generation:
+        """Return a generation in its latest state; raise a `StoreError` if it was dropped."""
+        for latest in self.generations:
+            if latest.number == generation.number:
+                return latest
+        raise StoreError("This generation was dropped.")
+
+    def note(self, generation: Generation) -> dict[str, Any]:
+        """Return the note of a generation."""
+        return dict(self.notes[f"generation {generation.number}"])
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of the notes that begin with a prefix, without the prefix."""
+        return [name.removeprefix(prefix) for name in self.notes if name.startswith(prefix)]
+
+
+class RemoteStore(Store):
+    """A store in a database engine.
+
+    A subclass sets `_client`, the engine's client, and implements the abstract methods, whose names
+    begin with `_`. These methods take `conditions` as a list in the engine's form; all of them must
+    hold.
+
+    Args:
+        address: address of the index, for messages.
+        name: name of the index in the engine, which is the name of its alias.
+        timeout: time limit of one request in seconds, including retries.
+
+    Attributes:
+        engine: name of the engine, for messages.
+        errors: exceptions that the engine's client raises.
+        separator: text between the parts of a collection's name; no index name contains it.
+        most_found: maximum number of items that the engine returns for one search.
+        lists: metadata fields that have ever held a list, directly or nested.
+    """
+
+    engine: ClassVar[str]
+    errors: ClassVar[tuple[type[Exception], ...]]
+    _client: Any
+    separator = "__"
+    most_found = 1 << 31
+
+    def __init__(self, address: str, name: str, timeout: float = 30.0) -> None:
+        self.address = address
+        self.name = name
+        self.timeout = timeout
+        self.lists: set[str] = set()
+        self._fields: set[str] = set()
+        # Prefix of the names of this index's collections.
+        self._prefix = ""
+        self._turn = threading.RLock()
+        self._closed = False
+        # By the number of a generation: ids that it lacks, and the rows that `pending` returned
+        # last. To find what lacks, all rows of two generations are read, so a queue serves many
+        # calls of `pending`.
+        self._queues: dict[int, list[str]] = {}
+        self._pending: dict[int, dict[str, Row]] = {}
+
+    # What a subclass implements
+
+    @abstractmethod
+    def _explain_error(self, error: Exception) -> tuple[bool, str]:
+        """Return whether an error means that the engine is unreachable, and a sentence on it."""
+
+    @abstractmethod
+    def _collections(self) -> Iterable[str]:
+        """Return the names of all collections on the server."""
+
+    @abstractmethod
+    def _delete_collection(self, name: str) -> None:
+        """Delete a collection."""
+
+    @abstractmethod
+    def _aliased_collection(self) -> str | None:
+        """Return the name of the collection that the alias names, or None without an alias."""
+
+    @abstractmethod
+    def _move_alias(self, number: int | None) -> None:
+        """Move the alias atomically to a generation's collection; None removes the alias."""
+
+    @abstractmethod
+    def _create_collection(self, generation: Generation) -> None:
+        """Create the collection of a generation or of the register."""
+
+    @abstractmethod
+    def _write_notes(self, notes: Mapping[str, Any]) -> None:
+        """Write notes to the register; a note replaces an earlier note of the same name."""
+
+    @abstractmethod
+    def _read_notes(self) -> dict[str, Any]:
+        """Return all notes by name; values may be None."""
+
+    @abstractmethod
+    def _write_rows(self, generation: Generation, rows: Sequence[Row]) -> None:
+        """Write rows; a row replaces an earlier row of the same id."""
+
+    @abstractmethod
+    def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
+        """Delete rows by id."""
+
+    @abstractmethod
+    def _read_rows(
+        self, generation: Generation, ids: Sequence[str], arrays: bool = False
+    ) -> list[Row]:
+        """Return rows by id, in any order."""
+
+    @abstractmethod
+    def _read_page(
+        self, generation: Generation, conditions: Conditions, after: str | None, limit: int
+    ) -> list[Row]:
+        """Return up to `limit` rows after an id, without arrays, in a stable order."""
+
+    @abstractmethod
+    def _count_rows(self, generation: Generation, conditions: Conditions) -> int:
+        """Return the number of rows that match."""
+
+    @abstractmethod
+    def _nearest_ids(
+        self,
+        generation: Generation,
+        space: int,
+        queries: Floats,
+        count: int,
+        conditions: Conditions,
+    ) -> list[list[str]]:
+        """Return, for each query (Q, width), the ids of the `count` nearest rows in a sub-space."""
+
+    @abstractmethod
+    def _join_conditions(self, joint: Joint, parts: Sequence[Any]) -> Any:
+        """Combine conditions with and, or or not; "not" has one part."""
+
+    @abstractmethod
+    def _condition(self, field: Field, op: str, values: Sequence[Any]) -> Any | None:
+        """Return the engine's condition that `field op value` holds for any of the values.
+
+        Args:
+            field: "id", "label" or a path of names in the metadata.
+            op: "=", "<", "<=", ">" or ">="; all but "=" have one value.
+            values: strings, numbers, True, False or None.
+
+        Returns:
+            The condition, or None if the engine would decide differently from `matches`.
+        """
+
+    def _check_sizes(self, rows: Sequence[Row]) -> None:
+        """Raise a `DataError` if a row is too long for the engine."""
+
+    def _time_limit(self, seconds: float) -> dict[str, Any]:
+        """Return the client's keyword arguments that limit one request to `seconds`."""
+        return {}
+
+    # Requests
+
+    def collection(self, number: int) -> str:
+        """Return the name of the collection of generation `number`; 0 is the register."""
+        # Fixed width, so that no name is a prefix of another.
+        return f"{self._prefix}{number:06}"
+
+    def _request(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a method of the client; retry it for up to `timeout` seconds.
+
+        Every request may be sent twice without harm.
+        """
+        give_up = time.monotonic() + self.timeout
+        pause = 0.05
+        while True:
+            now = time.monotonic()
+            if self._closed:
+                raise self._closed_error()
+            if now > stop_at():
+                raise TooSlow(f"A call to {self.address} takes too long. Request less.")
+            try:
+                left = min(give_up, stop_at()) - now
+                return method(*arguments, **named, **self._time_limit(max(0.5, left)))
+            except Exception as error:
+                # A client that is closed meanwhile may raise any error.
+                if self._closed:
+                    raise self._closed_error() from None
+                if not isinstance(error, self.errors):
+                    raise
+                unreachable, sentence = self._explain_error(error)
+                if not unreachable:
+                    raise StoreError(f"{self.address}: {self.engine} refuses: {sentence}") from None
+                if time.monotonic() + pause > give_up:
+                    raise StoreUnavailable(
+                        f"{self.engine} does not answer for {self.address}: {sentence} Try again in"
+                        " a moment."
+                    ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+
+    def _closed_error(self) -> StoreError:
+        return StoreError(
+            f"The index {self.address} was closed. Open it again with retrieval.Index.open."
+        )
+
+    def _conditions(self, filter: Filter | None) -> list[Any]:
+        """Return a filter in the engine's form; raise a `DataError` if the engine has none."""
+        if filter is None:
+            return []
+        refuse_fields(filter, self._fields)
+        parts: Sequence[Filter] = (filter,)
+        if isinstance(filter, And):
+            parts = filter.parts
+        return [fold(part, self._to_condition, self._join_conditions) for part in parts]
+
+    def _to_condition(self, condition: Condition) -> Any:
+        expression = None
+        if isinstance(condition, Exists):
+            # Every item has an id.
+            if condition.field == "id":
+                return self._join_conditions("not", [self._condition("id", "=", ())])
+        elif condition.op != "!=":
+            expression = self._condition(condition.field, condition.op, condition.values)
+        if expression is None:
+            field: Any = condition.field
+            if not isinstance(field, str):
+                field = ".".join(field)
+            raise DataError(
+                f"{self.engine} cannot decide on '{field}'. This store supports only =, in, and,"
+                " or, not, and <, <=, >, >= on numbers; an index in a folder supports every filter."
+            )
+        return expression
+
+    # The whole
+
+    def make(self, bundle: Bundle, widths: Mapping[str, int], identity: str) -> None:
+        """Create the index, which exists once its alias does; see `StorePlace.create`."""
+        if self._aliased_collection() is not None:
+            raise StoreError(f"{self.address} exists already.")
+        # An index that is deleted and created again has other collections, so that a process which
+        # still has the old one open notices: `changed`.
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
+        self._prefix = f"{self.name}{self.separator}{digest}{self.separator}"
+        # A call that was killed may have left collections.
+        self._delete_collections(self._prefix)
+        try:
+            self._create_collection(REGISTER)
+            self._write_notes({"index": {"format": ENGINE_FORMAT, "identity": identity}})
+            self._add_generation(1, bundle, widths, served=True)
+            self._move_alias(1)
+        except BaseException:
+            self._delete_collections(self._prefix)
+            raise
+
+    def find(self) -> None:
+        """Find the index; see `StorePlace.open`."""
+        alias_target = self._aliased_collection()
+        if alias_target is None:
+            raise StoreError(f"There is no index at {self.address}.")
+        self._prefix = alias_target[: alias_target.rindex(self.separator) + len(self.separator)]
+        format_ = self._read_notes()["index"]["format"]
+        if format_ != ENGINE_FORMAT:
+            raise StoreError(
+                f"{self.address} has format {format_} of a newer version. Upgrade retrieval."
+            )
+
+    def destroy(self) -> None:
+        """Delete the index of this name."""
+        # Without its alias the index does not exist, so an interrupted call leaves no half index.
+        self._move_alias(None)
+        self._delete_collections(f"{self.name}{self.separator}")
+
+    def _delete_collections(self, prefix: str) -> None:
+        """Delete all collections whose names begin with `prefix`."""
+        for name in self._collections():
+            if name.startswith(prefix):
+                self._delete_collection(name)
+
+    def identity(self) -> str:
+        """Return the index's id; see `Store`."""
+        return str(self._read_notes()["index"]["identity"])
+
+    def changed(self) -> str | None:
+        """Return a sentence if the index was deleted or replaced; see `Store`."""
+        alias_target = self._aliased_collection()
+        if alias_target and alias_target.startswith(self._prefix):
+            return None
+        return str(self._lost_error())
+
+    def _lost_error(self) -> StoreError:
+        return StoreError(f"{self.address} was deleted, or replaced with another index.")
+
+    def snapshot(self, target: Path) -> None:
+        """Write a copy; see `Store`. The copy may include a part of concurrent writes."""
+        write_copy(self, target)
+
+    def stats(self) -> Stats:
+        """Return the size and state of the store; see `Store`."""
+        register = self._read_register()
+        return Stats(self._count_rows(register.served, ()), register.generations, None, {})
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the configuration of the index; see `Store`."""
+        return {"fields": sorted(self._read_register().names("field "))}
+
+    def close(self) -> None:
+        """Close the connection; see `Store`."""
+        if not self._closed:
+            # This is set first, so that `_request` knows why a running request fails.
+            self._closed = True
+            self._client.close()
+
+    # The register
+
+    def _read_register(self) -> RegisterContent:
+        """Read the register, and update the known metadata fields."""
+        # In this order: a generation that is served by now had its note before.
+        notes = self._read_notes()
+        alias_target = self._aliased_collection() or ""
+        if not alias_target.startswith(self._prefix):
+            raise self._lost_error()
+        served = int(alias_target[len(self._prefix) :])
+        by_number = {}
+        for name, note in notes.items():
+            kind, _, number = name.partition(" ")
+            if kind == "generation" and note:
+                by_number[int(number)] = _generation(int(number), note, served)
+        generations = tuple(by_number[number] for number in sorted(by_number))
+        register = RegisterContent(notes, generations)
+        self._fields = set(register.names("field "))
+        self.lists = set(register.names("list "))
+        return register
+
+    def _writable(self) -> RegisterContent:
+        """Read the register, after completing a switch that another process began."""
+        register = self._read_register()
+        settling = register.notes.get("settling")
+        if settling and settling[1] == register.served.number:
+            self._complete_switch(*settling)
+            return self._read_register()
+        return register
+
+    def _superseded_error(self) -> Superseded:
+        return Superseded(f"The index {self.address} is served with another bundle by now.")
+
+    # Writing
+
+    def upsert(self, items: Sequence[Item], bundle: str) -> int:
+        """Add items; see `Store`."""
+        with self._turn:
+            register = self._writable()
+            served = register.served
+            if served.bundle != bundle:
+                raise self._superseded_error()
+            checked(items, served.widths)
+            if not items:
+                return 0
+            rows = [Row.of(item) for item in items]
+            self._check_sizes(rows)
+            replaced = self._read_rows(served, [item.id for item in items])
+            # Readers refuse a filter on an unknown field, and Milvus compares a field that may hold
+            # lists in another way. So the notes are written before the items.
+            names = dict.fromkeys(name for item in items for name in _field_notes(item))
+            if new := {name: True for name in names if name not in register.notes}:
+                self._write_notes(new)
+            # An item must not be visible without its original. The pieces have a new name, because
+            # readers may still fetch those of the row that is replaced.
+            for row, item in zip(rows, items, strict=True):
+                if item.original is not None:
+                    self._write_pieces(row.version, [item.original])
+            self._write_rows(served, rows)
+            self._delete_originals(replaced)
+            if self._read_register().served.number != served.number:
+                # The new generation may lack the rows.
+                raise self._superseded_error()
+            return len(replaced)
+
+    def _write_pieces(self, owner: str, content: Iterable[bytes]) -> int:
+        """Store bytes as rows `owner`.0 and so on of the register; return the number of rows."""
+        count = 0
+        for part in content:
+            for start in range(0, len(part), PIECE_BYTES):
+                text = base64.b64encode(part[start : start + PIECE_BYTES]).decode()
+                self._write_rows(REGISTER, [Row({"id": f"{owner}.{count}", "text": text}, {})])
+                count += 1
+        return count
+
+    def _read_pieces(self, owner: str, count: int) -> Iterator[bytes]:
+        """Yield the `count` pieces that `_write_pieces` stored."""
+        for number in range(count):
+            for row in self._read_rows(REGISTER, [f"{owner}.{number}"]):
+                yield base64.b64decode(row.record["text"])
+
+    def _delete_pieces(self, owner: str, count: int) -> None:
+        if count:
+            self._delete_rows(REGISTER, [f"{owner}.{number}" for number in range(count)])
+
+    def _delete_originals(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._delete_pieces(row.version, row.pieces or 0)
+
+    def delete(self, ids: Iterable[str] = (), *, filter: Filter | None = None) -> int:
+        """Delete items; see `Store`."""
+        ids = usable(dict.fromkeys(ids))
+        deleted: set[str] = set()
+        with self._turn:
+            while True:
+                served = self._writable().served
+                rows = self._read_rows(served, ids)
+                if filter is not None:
+                    rows += self._all_rows(served, self._conditions(filter))
+                matching = {row.id: row for row in rows}
+                if matching:
+                    self._delete_rows(served, list(matching))
+                    deleted |= matching.keys()
+                self._delete_originals(rows)
+                # If another process has switched meanwhile, the new generation has the items.
+                if self._read_register().served.number == served.number:
+                    return len(deleted)
+
+    # Reading
+
+    def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
+        """Return items by id; see `Store`."""
+        served = self._read_register().served
+        rows = self._read_rows(served, usable(dict.fromkeys(ids)), arrays)
+        return {row.id: row.item() for row in rows}
+
+    def original(self, id: str) -> bytes | None:
+        """Return the bytes of an original; see `Store`."""
+        for row in self._read_rows(self._read_register().served, usable([id])):
+            if row.pieces is not None:
+                return b"".join(self._read_pieces(row.version, row.pieces))
+        return None
+
+    def _all_rows(
+        self,
+        generation: Generation,
+        conditions: Conditions = (),
+        after: str | None = None,
+        page: int = PAGE,
+    ) -> Iterator[Row]:
+        """Yield all rows after an id that match, without arrays; `page` rows are read at a time."""
+        while rows := self._read_page(generation, conditions, after, page):
+            yield from rows
+            if len(rows) < page:
+                return
+            after = rows[-1].id
+
+    def scan(
+        self, filter: Filter | None = None, *, after: str | None = None, limit: int = 1000
+    ) -> list[Item]:
+        """Return a page of items; see `Store`."""
+        if after is not None and not usable([after]):
+            raise DataError(f"{after[:80]!r} is not an id that an item can have.")
+        served = self._read_register().served
+        conditions = self._conditions(filter)
+        rows = self._all_rows(served, conditions, after, min(limit, PAGE))
+        return [row.item() for row in islice(rows, limit)]
+
+    def count(self, filter: Filter | None = None) -> int:
+        """Return the number of items; see `Store`."""
+        served = self._read_register().served
+        return self._count_rows(served, self._conditions(filter))
+
+    def search(
+        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
+    ) -> list[list[Item]]:
+        """Propose the nearest items; see `Store`."""
+        served = self._read_register().served
+        if served.bundle != bundle:
+            raise self._superseded_error()
+        queries = np.asarray(queries, np.float32)
+        check_queries(queries, served)
+        try:
+            return self._search(served, queries, count, self._conditions(filter))
+        except StoreError:
+            # Another process may have switched, and the old generation may be dropped.
+            if self._read_register().served.number != served.number:
+                raise self._superseded_error() from None
+            raise
+
+    def _search(
+        self, served: Generation, queries: Floats, count: int, conditions: Conditions
+    ) -> list[list[Item]]:
+        # Fewer items than requested are a complete answer only if there are no more.
+        most = min(count, self.most_found)
+        if most < count and self._count_rows(served, ()) > most:
+            raise StoreError(f"{self.engine} returns at most {most:,} items. Request fewer.")
+        if not len(queries) or not count:
+            return [[] for _ in queries]
+        # Dicts keep the order of ids, and hold each once.
+        nearest: list[dict[str, None]] = [{} for _ in queries]
+        for space, (start, stop) in enumerate(served.spans):
+            part = np.ascontiguousarray(queries[:, start:stop])
+            answers = self._nearest_ids(served, space, part, most, conditions)
+            for ids, near in zip(nearest, answers, strict=True):
+                ids.update(dict.fromkeys(near))
+        # Several queries may share an item; its arrays are read once.
+        rows = self._read_rows(served, list({id for ids in nearest for id in ids}), arrays=True)
+        items = {row.id: row.item() for row in rows}
+        # An item that was deleted between the two requests is left out.
+        return [[items[id] for id in ids if id in items] for ids in nearest]
+
+    # Generations
+
+    def generations(self) -> tuple[Generation, ...]:
+        """Return all generations; see `Store`."""
+        return self._read_register().generations
+
+    def _add_generation(
+        self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool
+    ) -> Generation:
+        """Create a generation; it exists as soon as its note is written."""
+        # Generations of one bundle, such as those of its variants, share its pieces.
+        pieces = None
+        for note in self._read_notes().values():
+            if isinstance(note, dict) and note.get("bundle") == bundle.sha256:
+                pieces = note["pieces"]
+        if pieces is None:
+            pieces = self._write_pieces(bundle.sha256, bundle_pieces(bundle))
+        note = {
+            "bundle": bundle.sha256,
+            "variant": bundle.variant,
+            "widths": dict(widths),
+            "spans": spans_of(bundle),
+            "served": False,
+            "pieces": pieces,
+        }
+        generation = _generation(number, note)
+        self._create_collection(generation)
+        self._write_notes({f"generation {number}": note | {"served": served}, "last": number})
+        return generation
+
+    def bundle(self, generation: Generation) -> Path:
+        """Return the folder of a generation's bundle; see `Store`."""
+        register = self._read_register()
+        target = register.latest(generation)
+        pieces = register.note(target)["pieces"]
+        return kept_bundle(target.bundle, lambda: self._read_pieces(target.bundle, pieces))
+
+    def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
+        """Begin a generation; see `Store`."""
+        with self._turn:
+            register = self._read_register()
+            for generation in register.generations:
+                properties = (generation.bundle, generation.variant, dict(generation.widths))
+                if properties == (bundle.sha256, bundle.variant, dict(widths)):
+                    return generation
+            return self._add_generation(register.notes["last"] + 1, bundle, widths, served=False)
+
+    def _differences(
+        self, generation: Generation, served: Generation
+    ) -> tuple[list[str], list[str]]:
+        """Return ids that `generation` lacks (or has an old version of), and ids only it has."""
+
+        def versions(source: Generation) -> dict[str, str]:
+            return {row.id: row.version for row in self._all_rows(source)}
+
+        present = versions(generation)
+        current = versions(served)
+        lacking = [id for id, version in current.items() if present.get(id) != version]
+        return lacking, [id for id in present if id not in current]
+
+    def pending(self, generation: Generation, limit: int) -> list[Item]:
+        """Return items that a generation lacks; see `Store`. A queue keeps ids for later calls."""
+        with self._turn:
+            register = self._read_register()
+            target = register.latest(generation)
+            served = register.served
+            if target.state == "served":
+                self._pending.pop(target.number, None)
+                return []
+            queue = self._queues.get(target.number, [])
+            if len(queue) < limit:
+                queue = self._differences(target, served)[0]
+            rows: list[Row] = []
+            # All of these may have been deleted meanwhile.
+            while queue and not rows:
+                rows = self._read_rows(served, queue[:limit], FEATURES in served.widths)
+                if not rows:
+                    queue = queue[limit:]
+            self._queues[target.number] = queue
+            self._pending[target.number] = {row.id: row for row in rows}
+            items = []
+            for row in rows:
+                arrays = {name: row.arrays[name] for name in row.arrays if name == FEATURES}
+                items.append(replace(row.item(), arrays=arrays))
+            return items
+
+    def embed(
+        self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
+    ) -> None:
+        """Add arrays to a generation; see `Store`."""
+        with self._turn:
+            target = self._read_register().latest(generation)
+            pending = self._pending.get(target.number, {})
+            check_embedded(items, left_out, pending, target.widths)
+            arrays = {item.id: Row.of(item).arrays for item in items}
+            # The rows keep the versions that `pending` read, so an item that was written since is
+            # pending again.
+            rows = [Row(row.record, arrays.get(id, {})) for id, row in pending.items()]
+            if rows:
+                self._write_rows(target, rows)
+            queue = self._queues.get(target.number, [])
+            self._queues[target.number] = [id for id in queue if id not in pending]
+            self._pending.pop(target.number, None)
+
+    def switch(self, generation: Generation) -> bool:
+        """Serve another generation; see `Store`."""
+        with self._turn:
+            register = self._read_register()
+            target = register.latest(generation)
+            served = register.served
+            if target.state == "served":
+                return True
+            if self._differences(target, served)[0]:
+                return False
+            note = register.note(target) | {"served": True}
+            settling = [served.number, target.number]
+            # If this process dies now, the next writer completes the switch: `_writable`.
+            self._write_notes({f"generation {target.number}": note, "settling": settling})
+            self._move_alias(target.number)
+            return self._complete_switch(*settling)
+
+    def _complete_switch(self, before: int, number: int) -> bool:
+        """Complete a switch between two generations; return whether it succeeded.
+
+        Others may write to the old one until the alias has moved. So erase items that were deleted
+        meanwhile; if items are missing, move the alias back.
+        """
+        generations = {generation.number: generation for generation in self.generations()}
+        lacking, deleted = self._differences(generations[number], generations[before])
+        if deleted:
+            self._delete_rows(generations[number], deleted)
+        if lacking:
+            self._move_alias(before)
+        self._write_notes({"settling": None})
+        self._queues.clear()
+        return not lacking
+
+    def drop(self, generation: Generation) -> None:
+        """Delete a generation; see `Store`."""
+        with self._turn:
+            register = self._read_register()
+            target = register.latest(generation)
+            if target.state == "served":
+                raise StoreError("The generation that is served cannot be dropped.")
+            # Without its note the generation does not exist, even if this process dies now.
+            self._write_notes({f"generation {target.number}": None})
+            self._delete_collections(self.collection(target.number))
+            if target.bundle not in {generation.bundle for generation in self.generations()}:
+                self._delete_pieces(target.bundle, register.note(target)["pieces"])
+
+
+def _generation(number: int, note: Mapping[str, Any], served: int | None = None) -> Generation:
+    state: Literal["served", "building", "kept"] = "building"
+    if number == served:
+        state = "served"
+    elif note["served"]:
+        state = "kept"
+    spans = tuple((start, stop) for start, stop in note["spans"])
+    return Generation(number, note["bundle"], note["variant"], note["widths"], spans, state)
+
+
+def _field_notes(item: Item) -> Iterator[str]:
+    """Yield the names of the notes on an item's metadata fields."""
+    for name, value in item.metadata.items():
+        yield f"field {name}"
+        if _has_list(value):
+            yield f"list {name}"
+
+
+def _has_list(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_list, value.values()))
+    return isinstance(value, list | tuple)
+
+
+def one_line(message: object) -> str:
+    """Return an engine's message as one line of limited length, without a full stop."""
+    return " ".join(str(message).split())[:300].rstrip(".")
+
+
+def check_name(address: Address, pattern: str, rule: str) -> None:
+    """Raise a `StoreError` unless a pattern matches the name in an address.
+
+    Args:
+        address: address of an index.
+        pattern: regular expression of valid names.
+        rule: the same in words, as the end of "A name has at most …".
+    """
+    if not re.fullmatch(pattern, address.name):
+        raise StoreError(
+            f"{address} names no index. A name has at most {rule}, as in"
+            f" {address.scheme}://HOST/photos."
+        )
+
+
+def need_client(module: str, extra: str) -> None:
+    """Raise a `MissingDependency` if the package of an engine's client is not installed."""
+    if find_spec(module) is None:
+        raise MissingDependency(
+            f"The store {extra} needs a package. Install it with: pip install"
+            f" 'embedding-retrieval[{extra}]'"
+        )
+
+
+class RemotePlace(StorePlace):
+    """The place of an index in a database engine; a subclass implements `store`."""
+
+    @abstractmethod
+    def store(self) -> RemoteStore:
+        """Return a connected store that has neither created nor opened an index yet.
+
+        Raises:
+            StoreUnavailable: the engine cannot be reached.
+        """
+
+    def exists(self) -> bool:
+        """Return whether the index exists; see `StorePlace`."""
+        with self.store() as store:
+            return store.changed() is None
+
+    def create(
+        self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
+    ) -> RemoteStore:
+        """Create an empty index; see `StorePlace`."""
+        return self._opened(lambda store: store.make(bundle, widths, identity or str(uuid.uuid4())))
+
+    def open(self) -> RemoteStore:
+        """Open the index; see `StorePlace`."""
+        return self._opened(lambda store: store.find())
+
+    def _opened(self, prepare: Callable[[RemoteStore], None]) -> RemoteStore:
+        store = self.store()
+        try:
+            prepare(store)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def drop(self) -> None:
+        """Delete the index; see `StorePlace`."""
+        with self.store() as store:
+            store.destroy()

@@ -1,0 +1,182 @@
+"""Responses of the server as frozen dataclasses.
+
+A client ignores members that only a newer server sends. The server's OpenAPI document is generated
+from the same classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, SupportsIndex, overload
+
+from retrieval.base.display_tables import html_hits, text_table
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One search result; a smaller distance is closer."""
+
+    id: str
+    key: str
+    label: str | None
+    distance: float
+    metadata: dict[str, Any]
+    image_url: str | None
+    thumbnail_url: str | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Results(Sequence[Hit]):
+    """A sequence of the hits of one search, nearest first, which prints as a table."""
+
+    results: tuple[Hit, ...]
+
+    def __repr__(self) -> str:
+        return text_table(self)
+
+    def _repr_html_(self) -> str:
+        return html_hits(self)
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> Hit: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Hit, ...]: ...
+    def __getitem__(self, place: Any) -> Any:
+        return self.results[place]
+
+
+@dataclass(frozen=True, repr=False)
+class SearchAnswer(Results):
+    """Hits of a search, nearest first, and the time that the server took in milliseconds."""
+
+    took_ms: float
+    explain: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class BatchAnswer:
+    """Hits of several searches, in the order of the queries."""
+
+    answers: tuple[Results, ...]
+    took_ms: float
+    explain: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ItemAnswer:
+    """An item with the size of its original image and, if requested, its vector.
+
+    `bytes`, `sha256`, `width` and `height` are those of the original.
+    """
+
+    id: str
+    key: str
+    label: str | None
+    metadata: dict[str, Any]
+    bytes: int | None
+    width: int | None
+    height: int | None
+    keep: Literal["reference", "copy", "thumbnail", "nothing"]
+    image_url: str | None
+    thumbnail_url: str | None
+    sha256: str | None = None
+    vector: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page of a list of items, and the cursor of the next page."""
+
+    items: tuple[ItemAnswer, ...]
+    cursor: str | None
+
+
+@dataclass(frozen=True)
+class PutAnswer:
+    """Confirms that an item is on the server's disk, and whether it replaced another."""
+
+    id: str
+    replaced: bool
+
+
+@dataclass(frozen=True)
+class AddAnswer:
+    """Confirms that items are on the server's disk, with the numbers of new and replaced items."""
+
+    added: int
+    replaced: int
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """Number of deleted items."""
+
+    deleted: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Name of a snapshot in the folder that the server's operator has set."""
+
+    snapshot: str
+
+
+@dataclass(frozen=True)
+class Indexes:
+    """Names of a server's indexes."""
+
+    indexes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Error description in the form of RFC 9457; `instance` is the request's id."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+
+
+@dataclass(frozen=True)
+class Input:
+    """Input of the encoder: its kind, "image" or "features", and its shape."""
+
+    kind: Literal["image", "features"]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a server: bytes and pixels per image, images and bytes per request."""
+
+    bytes: int
+    pixels: int
+    batch: int
+    batch_bytes: int
+
+
+@dataclass(frozen=True)
+class IndexAnswer:
+    """Description of an index, and the role that the request's key has in it."""
+
+    index: str
+    name: str
+    items: int
+    bundle: str
+    input: Input
+    vector: int
+    distance: str
+    rescores: bool
+    format: int
+    limits: Limits
+    generation: int | None = None
+    generations: tuple[dict[str, Any], ...] | None = None
+    bytes: int | None = None
+    fields: tuple[str, ...] | None = None
+    role: Literal["read", "write", "admin"] | None = None

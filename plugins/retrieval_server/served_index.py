@@ -1,0 +1,766 @@
+"""One index of a server: searches, reads and changes in threads, within the server's limits.
+
+Each kind of work has a pool of threads with a bounded queue: uploaded images, searches, changes,
+snapshots and pictures (images of items, to show). All indexes of a server share the pools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import methodcaller
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from retrieval.base.regular_files import out_of_files, read_beneath
+from retrieval.base.runtime import load_faiss
+from retrieval.base.timing import TRAIL, Trail, stage
+from retrieval.bundle.bundle import Bundle, Encoded
+from retrieval.errors import DataError, RetrievalError, StoreError
+from retrieval.images.decoding import Limits
+from retrieval.index.adding import arrays_of, row_of
+from retrieval.index.audit import Audit, Change
+from retrieval.index.index import Index
+from retrieval.index.searching import Hit, encode_vectors
+from retrieval.index.sources import digest_of
+from retrieval.store import contract
+from retrieval.store.contract import (
+    CODE,
+    FEATURES,
+    VECTOR,
+    Floats,
+    Item,
+    StoreUnavailable,
+    Superseded,
+    TooSlow,
+)
+from starlette.requests import ClientDisconnect
+
+from retrieval_server.decoding import Decoded, Decoders, Kind, Undecodable
+from retrieval_server.problems import RequestError, busy, no_item, report, store_failed
+from retrieval_server.request_bodies import NewItem, Query, QueryInput
+from retrieval_server.settings import BATCH_BYTES, Settings
+
+DAMAGED = (
+    "The index cannot be searched: it is damaged, or its disk fails. The server's log says why."
+)
+_UNREADABLE = "The item cannot be read. The server's log says why."
+_NOT_WRITTEN = (
+    "The index cannot be written to at the moment: another process writes to it, it is read-only,"
+    " or its disk fails. The server's log says which."
+)
+_CHANGING = "The index's bundle keeps changing. Try again in a moment."
+DECODE_SECONDS = 5.0
+WAITING_PER_WORKER = 64
+WAITING_CHANGES = 16
+WAITING_SNAPSHOTS = 4
+WAITING_PICTURES = 64
+_PICTURE_THREADS = 8
+_MOMENT_SECONDS = 0.002
+_TRIES = 5
+"""Number of attempts at a request while the index or its bundle is being replaced."""
+_BATCH = 32
+_TOGETHER = 16
+"""Largest number of requests' vectors that are searched at once."""
+T = TypeVar("T")
+Finish = Callable[[Query, list[list[Hit]], Index], bytes]
+
+
+@dataclass(eq=False, slots=True)
+class _Vector:
+    """A waiting query of one vector.
+
+    Attributes:
+        query: the query.
+        options: bundle, k and candidates; vectors with equal options can be searched together.
+        hits: the vector's hits, if it was searched together with another request's vector.
+        seconds: duration of that search's stages.
+    """
+
+    query: Query
+    options: tuple[Any, ...]
+    hits: list[Hit] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Served:
+    """One index of a server.
+
+    Attributes:
+        index: the current index.
+        failed: function that repeats the last search that failed because of damage, or `None`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: Index,
+        settings: Settings,
+        workers: Workers,
+        audit: Audit | None = None,
+        reopen: Callable[[], Index] | None = None,
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.workers = workers
+        self.failed: Callable[[], object] | None = None
+        self.index = index
+        self._lock = threading.Lock()
+        # Each open index stays open while it has users; the current index has one user more.
+        self._users = Counter({index: 1})
+        self._audit = audit
+        self._reopen = reopen
+        self._vectors = list[_Vector]()
+        self._folders = [Path(os.path.realpath(folder)) for folder in settings.images]
+
+    @contextmanager
+    def use(self) -> Iterator[Index]:
+        """Context manager that yields the current index and keeps it open; call it in a thread."""
+        with self._lock:
+            index = self.index
+            self._users[index] += 1
+        try:
+            with contract.patience(self.settings.deadline):
+                yield index
+        finally:
+            self._release(index)
+
+    def _release(self, index: Index) -> None:
+        """Count one user less; close the index if it has no users left."""
+        with self._lock:
+            self._users[index] -= 1
+            if self._users[index]:
+                return
+            del self._users[index]
+        index.close()
+
+    def take_up(self) -> str | None:
+        """Open and serve the index that has replaced this one, if any. Call this in a thread.
+
+        Returns:
+            A sentence if that fails; it has the path, so it is only for the log. Else `None`.
+        """
+        changed = self.index.changed()
+        if changed is None or self._reopen is None:
+            return changed
+        try:
+            index = self._reopen()
+        except RetrievalError as error:
+            return (
+                f"{changed} The new index cannot be opened: {error} The server tries again every"
+                " few seconds. If the folder itself is a mount, mount it again to see the new one."
+            )
+        with self._lock:
+            old = self.index
+            self.index = index
+            self._users[index] = 1
+        self._release(old)
+        self.failed = None
+        return None
+
+    # Searching
+
+    async def search_image(self, parse: Callable[[], Query], finish: Finish) -> bytes:
+        """Parse a query of one image and search with it, in a single thread; see `search`."""
+
+        async def ask() -> bytes:
+            bundle = self.index.bundle
+
+            def work() -> bytes:
+                query = parse()
+                image = query.inputs[0].image or b""
+                pixels = self.workers.decode("pixels", image, bundle).pixels[None]
+                find = partial(_hits, query=query, pixels=pixels)
+                return self._searched(bundle, query, find, finish)
+
+            return await self.workers.images.run(work)
+
+        return await self._again(ask, DAMAGED)
+
+    async def search(self, query: Query, finish: Finish) -> bytes:
+        """Search and return the response, which `finish` builds in the thread of the search."""
+
+        async def ask() -> bytes:
+            bundle = self.index.bundle
+            if _is_plain(query, bundle):
+                vector = _Vector(query, (bundle, query.options.k, query.options.candidates))
+                return await self._search_vector(vector, bundle, finish)
+            images = [input.image for input in query.inputs if input.image is not None]
+            decoded = await self.workers.pixels(bundle, images)
+            if decoded:
+                pixels = np.stack([image.pixels for image in decoded])
+            else:
+                pixels = None
+            find = partial(_hits, query=query, pixels=pixels)
+            search = partial(self._searched, bundle, query, find, finish)
+            return await self.workers.searches.run(search)
+
+        return await self._again(ask, DAMAGED)
+
+    async def _search_vector(self, vector: _Vector, bundle: Bundle, finish: Finish) -> bytes:
+        find = partial(self._together, vector)
+        self._vectors.append(vector)
+        try:
+            search = partial(self._searched, bundle, vector.query, find, finish)
+            return await self.workers.searches.run(search)
+        finally:
+            # Another request's search may have included the vector.
+            with suppress(ValueError):
+                self._vectors.remove(vector)
+
+    def _together(self, own: _Vector, index: Index) -> list[list[Hit]]:
+        """Return the hits of a vector; search waiting vectors with equal options together with it.
+
+        A search of eight vectors takes at most half the time of eight searches.
+        """
+        trail = TRAIL.get() or Trail()
+        for name, seconds in own.seconds.items():
+            trail.note(name, seconds)
+        if own.hits is None:
+            alike = [vector for vector in self._vectors if vector.options == own.options]
+            batch = [own, *(vector for vector in alike if vector is not own)][:_TOGETHER]
+            for vector in batch:
+                with suppress(ValueError):
+                    self._vectors.remove(vector)
+            inputs = tuple(vector.query.inputs[0] for vector in batch)
+            before = dict(trail.seconds)
+            hits = _hits(index, own.query._replace(inputs=inputs), None)
+            for vector, vector_hits in zip(batch, hits, strict=True):
+                vector.hits = vector_hits
+                vector.seconds = {
+                    name: trail.seconds.get(name, 0.0) - before.get(name, 0.0)
+                    for name in ("search", "items")
+                }
+        return [own.hits or []]
+
+    def _searched(
+        self,
+        bundle: Bundle,
+        query: Query,
+        find: Callable[[Index], list[list[Hit]]],
+        finish: Finish,
+    ) -> bytes:
+        """Search the current index and build the response; keep a search that fails for a repeat.
+
+        Raises:
+            Superseded: the index no longer serves `bundle`, which encoded the query.
+        """
+        try:
+            with self.use() as index:
+                if index.bundle is not bundle:
+                    raise Superseded("Another bundle is served.")
+                return finish(query, find(index), index)
+        except StoreError as error:
+            if not isinstance(error, Superseded | TooSlow | StoreUnavailable):
+                self.failed = partial(self._searched, bundle, query, find, finish)
+            raise
+
+    async def read(
+        self,
+        work: Callable[[Index], T],
+        sentence: str = _UNREADABLE,
+        turns: Turns | None = None,
+    ) -> T:
+        """Return `work(index)`, run in a thread; `sentence` is the error if the store fails."""
+
+        def used() -> T:
+            with self.use() as index:
+                return work(index)
+
+        pool = turns or self.workers.searches
+        return await self._again(lambda: pool.run(used), sentence)
+
+    async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
+        """Return `await ask()`; repeat it if the index or its bundle was replaced meanwhile.
+
+        Raises:
+            RequestError: 503 if the index keeps changing, or, with the message `sentence`, if its
+                store fails.
+        """
+        for _ in range(_TRIES):
+            index = self.index
+            try:
+                return await ask()
+            except Superseded:
+                await self.workers.searches.run(self.index.follow)
+            except (StoreError, FileNotFoundError) as error:
+                # `FileNotFoundError`: the folder of the index may have been removed.
+                temporary = isinstance(error, TooSlow | StoreUnavailable)
+                if temporary or not await self.workers.pictures.run(partial(self._replaced, index)):
+                    raise store_failed(error, sentence) from None
+        raise RequestError(503, _CHANGING)
+
+    def _replaced(self, failed: Index) -> bool:
+        """Return whether another index is served now instead of one that failed."""
+        if self.index is not failed:
+            return True
+        return failed.changed() is not None and self.take_up() is None
+
+    # Changing
+
+    async def put(self, new_items: Sequence[NewItem], change: Change) -> int:
+        """Add or replace items atomically; return how many existed already."""
+        images = [new.image for new in new_items if new.image is not None]
+        thumbnails = {
+            new.id: await self.workers.decoded("thumbnail", new.image)
+            for new in new_items
+            if new.image is not None and new.keep == "thumbnail"
+        }
+
+        async def ask() -> int:
+            bundle = self.index.bundle
+            widths = self.index.generation.widths
+            decoded = await self.workers.pixels(bundle, images)
+            embed = partial(_embedded, bundle, widths, new_items, decoded, thumbnails)
+            items = await self.workers.searches.run(embed)
+
+            def work(index: Index) -> int:
+                with stage("write", len(items)):
+                    replaced = index.store.upsert(items, bundle.sha256)
+                change.count = len(items)
+                return replaced
+
+            return await self._change(work, change, self.workers.changes)
+
+        return await self._again(ask, _NOT_WRITTEN)
+
+    async def patch(self, id: str, changes: Mapping[str, Any], change: Change) -> None:
+        """Change an item's label or metadata."""
+
+        def work(index: Index) -> None:
+            with stage("write", 1):
+                if not index.store.update(id, changes, index.bundle.sha256):
+                    raise no_item()
+            change.count = 1
+
+        turns = self.workers.changes
+        await self._again(lambda: self._change(work, change, turns), _NOT_WRITTEN)
+
+    async def delete(self, change: Change) -> int:
+        """Delete the items of a change and return their number."""
+
+        def work(index: Index) -> int:
+            change.count = index.delete(change.ids, filter=change.filter)
+            return change.count
+
+        turns = self.workers.changes
+        return await self._again(lambda: self._change(work, change, turns), _NOT_WRITTEN)
+
+    async def snapshot(self, target: Path, change: Change) -> None:
+        """Write a snapshot."""
+        sentence = "The snapshot cannot be written. The server's log says why."
+        work = methodcaller("snapshot", target)
+        turns = self.workers.snapshots
+        await self._again(lambda: self._change(work, change, turns), sentence)
+
+    async def _change(self, work: Callable[[Index], T], change: Change, turns: Turns) -> T:
+        """Run a change in the pool `turns` and record it in the audit log."""
+
+        def recorded() -> T:
+            with (
+                self.use() as index,
+                self._audit.recording(change) if self._audit else nullcontext(),
+            ):
+                return work(index)
+
+        return await turns.run(recorded)
+
+    # Pictures
+
+    def shows(self, keep: str, path: Path | None) -> bool:
+        """Return whether responses link to an item's image. Does not access the disk."""
+        return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
+
+    async def picture(self, id: str, small: bool) -> bytes:
+        """Return an item's image: the index's copy, or the file from which the item was indexed."""
+
+        def work(index: Index) -> bytes:
+            item = index.get(id).get(id)
+            if item is None:
+                raise no_item()
+            if item.keep == "thumbnail" and not small:
+                # A file that cannot be shown leaves the thumbnail.
+                with suppress(RequestError):
+                    return self._file(item)
+            if item.keep in ("copy", "thumbnail"):
+                kept = index.store.original(id)
+            else:
+                kept = None
+            if kept is not None:
+                return kept
+            return self._file(item)
+
+        return await self.read(work, turns=self.workers.pictures)
+
+    def _file(self, item: Item) -> bytes:
+        """Return the content of the file from which an item was indexed."""
+        if item.path is None:
+            raise RequestError(
+                404,
+                f"Item {item.id} was indexed from features, or the index does not keep its image.",
+            )
+        image = f"The image of item {item.id}"
+        try:
+            path = Path(os.path.realpath(item.path))
+            folders = [folder for folder in self._folders if path.is_relative_to(folder)]
+            if not folders:
+                raise RequestError(404, f"{image} is outside the folders that may be shown.")
+            content = read_beneath(folders[0], path.relative_to(folders[0]), BATCH_BYTES + 1)
+        except (OSError, ValueError) as fault:
+            if out_of_files(fault):
+                raise
+            raise RequestError(404, f"{image} is no longer where it was indexed.") from None
+        if len(content) > BATCH_BYTES:
+            raise RequestError(404, f"{image} is too large to be shown.")
+        if item.bytes is not None and len(content) != item.bytes:
+            raise RequestError(404, f"{image} was changed after it was indexed.")
+        return content
+
+
+def _is_plain(query: Query, bundle: Bundle) -> bool:
+    """Return whether a query is one vector that can be searched together with other requests'."""
+    vector = query.inputs[0].vector
+    options = query.options
+    return (
+        len(query.inputs) == 1
+        and vector is not None
+        and len(vector) == bundle.manifest.vector
+        and np.abs(vector).max() < np.finfo(np.float32).max
+        # Encoding features in a batch would change the last bits of their vectors.
+        and bundle.manifest.input.kind != "features"
+        and query.filter is None
+        and not options.explain
+    )
+
+
+def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
+    """Return the hits of each query, in order; an item is not a hit of its own query."""
+    options = query.options
+    ids = [input.id for input in query.inputs]
+    # An item finds itself, so one hit more is needed.
+    by_id = ids[0] is not None
+    if by_id:
+        encoded = _stored(index, query)
+    else:
+        encoded = _encoded(index.bundle, query.inputs, pixels)
+    with stage("search", len(ids)):
+        hits_by_query = index.search(
+            encoded, options.k + by_id, candidates=options.candidates, filter=query.filter
+        )
+    return [
+        [hit for hit in hits if hit.id != id][: options.k]
+        for id, hits in zip(ids, hits_by_query, strict=True)
+    ]
+
+
+def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any] | None) -> Any:
+    """Encode images or features as queries; vectors are returned as they are."""
+    if pixels is None:
+        vectors = [query.vector for query in queries if query.vector is not None]
+        if len({len(vector) for vector in vectors}) > 1:
+            raise DataError("The vectors of one request must have the same length.")
+        stacked = np.stack(vectors)
+        if bundle.manifest.input.kind != "features":
+            width = bundle.manifest.vector
+            length = stacked.shape[1]
+            # `search` would mistake the array for the pixels of an image.
+            if length != width:
+                raise DataError(f"A query vector of this index has {width} numbers, not {length}.")
+            return stacked
+    with stage("encode", len(queries)):
+        if pixels is not None:
+            return bundle.encode(pixels)
+        return encode_vectors(bundle, stacked)
+
+
+def _stored(index: Index, query: Query) -> Encoded:
+    """Return the stored vectors of items, as queries."""
+    bundle = index.bundle
+    ids = [str(input.id) for input in query.inputs]
+    if bundle.manifest.query_vectors:
+        raise DataError(
+            "The bundle of this index encodes queries differently from items: search with the"
+            " item's image."
+        )
+    items = index.get(ids, arrays=True)
+    # The arrays may belong to the new bundle.
+    if index.follow() is not bundle:
+        raise Superseded("Another bundle is served.")
+    for number, id in enumerate(ids, 1):
+        if id not in items or VECTOR not in items[id].arrays:
+            raise no_item(f"Query {number}: there" if len(ids) > 1 else "There")
+    vectors = np.stack([items[id].arrays[VECTOR] for id in ids])
+    codes = None
+    if bundle.manifest.rescorer is not None:
+        codes = np.stack([items[id].arrays[CODE] for id in ids])
+    return Encoded(vectors, vectors, codes, bundle.sha256)
+
+
+# Writing
+
+
+def _embedded(
+    bundle: Bundle,
+    widths: Mapping[str, int],
+    new_items: Sequence[NewItem],
+    images: Sequence[Decoded],
+    thumbnails: Mapping[str, bytes],
+) -> list[Item]:
+    """Return the request's items with their arrays."""
+    rows = _rows(bundle, widths, new_items, images)
+    items = [
+        Item(new.id, new.label, new.metadata, keep=new.keep, arrays=arrays)
+        for new, arrays in zip(new_items, rows, strict=True)
+    ]
+    if not images:
+        return items
+    return [
+        replace(
+            item,
+            original=new.image if new.keep == "copy" else thumbnails.get(new.id),
+            stamp=digest_of(new.image or b""),
+            bytes=len(new.image or b""),
+            width=image.width,
+            height=image.height,
+        )
+        for item, new, image in zip(items, new_items, images, strict=True)
+    ]
+
+
+def _rows(
+    bundle: Bundle,
+    widths: Mapping[str, int],
+    items: Sequence[NewItem],
+    images: Sequence[Decoded],
+) -> list[dict[str, Floats]]:
+    """Return the arrays that the index stores for each item."""
+    manifest = bundle.manifest
+    if images:
+        inputs: NDArray[Any] = np.stack([image.pixels for image in images])
+    elif manifest.input.kind == "features":
+        inputs = _vectors(items, manifest.input.shape[0], "features")
+    else:
+        inputs = _vectors(items, manifest.vector, "numbers")
+        if set(widths) != {VECTOR}:
+            raise DataError(
+                "This index stores further outputs of the model besides an item's vector. Send the"
+                " image instead, or features if the bundle takes features."
+            )
+        with np.errstate(over="ignore"):
+            return [{VECTOR: row} for row in inputs.astype(np.float32)]
+    with stage("encode", len(inputs)):
+        arrays = arrays_of(bundle, inputs, _BATCH, FEATURES in widths)
+    return [row_of(arrays, row) for row in range(len(inputs))]
+
+
+def _vectors(items: Sequence[NewItem], width: int, what: str) -> NDArray[np.float64]:
+    for item in items:
+        if (length := len(item.vector or ())) != width:
+            lengths = f"{width} {what}, not {length}"
+            raise DataError(f"A vector of this index has {lengths} (item {item.id[:80]!a}).")
+    return np.array([item.vector for item in items], np.float64)
+
+
+# Threads
+
+
+class Turns:
+    """A thread pool with a bounded queue, which refuses further jobs.
+
+    A thread that wakes up runs all waiting jobs, then wakes the event loop once, because waking
+    costs as much as a small search: with eight clients, a plain pool takes twice the CPU time per
+    search. Jobs that still wait after 2 ms get the next thread.
+
+    Args:
+        what: the kind of jobs, for error messages, such as "searches".
+        at_once: number of threads.
+        waiting: maximum number of waiting jobs.
+        prepare: function that each thread runs first.
+    """
+
+    def __init__(
+        self, what: str, at_once: int, waiting: int, prepare: Callable[[], object] | None = None
+    ) -> None:
+        self._what = what
+        self._at_once = at_once
+        self._room = at_once + waiting
+        self._threads = ThreadPoolExecutor(at_once, what, prepare)
+        self._queue = deque[tuple[asyncio.Future[Any], Callable[[], Any]]]()
+        self._done = deque[tuple[asyncio.Future[Any], Any, BaseException | None]]()
+        self._pending = self.busy = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Number of jobs that wait for a thread."""
+        return max(0, self._pending - self._at_once)
+
+    def require_room(self) -> None:
+        """Raise a RequestError 503 if the queue is full."""
+        if self._pending >= self._room:
+            raise busy(f"too many {self._what} are waiting")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run a function in a thread and return its result.
+
+        A job that has begun runs to its end, even if its caller is cancelled.
+        """
+        self.require_room()
+        queued = perf_counter()
+        trail = TRAIL.get() or Trail()
+        loop = asyncio.get_running_loop()
+
+        def begin() -> T:
+            if trail.has_left():
+                raise ClientDisconnect
+            trail.note("wait", perf_counter() - queued)
+            return work()
+
+        job = loop.create_future(), partial(contextvars.copy_context().run, begin)
+        self._pending += 1
+        self._queue.append(job)
+        # A delay of 0 still collects requests that arrived together.
+        if self._timer is None:
+            self._timer = loop.call_later(_MOMENT_SECONDS if self.busy else 0, self._tick, loop)
+        try:
+            result: T = await job[0]
+            return result
+        except asyncio.CancelledError:
+            with suppress(ValueError):
+                self._queue.remove(job)
+                self._pending -= 1
+            raise
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Return finished jobs to their callers, and wake a thread if jobs wait."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._done:
+            self._pending -= 1
+            future, result, error = self._done.popleft()
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+        waiting = len(self._queue)
+        if waiting and self.busy < self._at_once:
+            self.busy = self.busy + 1
+            waiting = waiting - 1
+            self._threads.submit(self._work, loop)
+        if waiting:
+            self._timer = loop.call_later(_MOMENT_SECONDS, self._tick, loop)
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run jobs until none waits. Runs in a thread."""
+        with suppress(IndexError):
+            while True:
+                future, work = self._queue.popleft()
+                try:
+                    self._done.append((future, work(), None))
+                except BaseException as error:
+                    self._done.append((future, None, error))
+        # The loop may be closed, because the server has ended.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._rest, loop)
+
+    def _rest(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.busy -= 1
+        self._tick(loop)
+
+    def close(self) -> None:
+        """Drop the waiting jobs and end the threads."""
+        self._queue.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _search_alone() -> None:
+    """Let FAISS use only the calling thread, because several threads search at the same time."""
+    load_faiss().omp_set_num_threads(1)
+
+
+class Workers:
+    """Threads and decoding processes of a server, shared by all its indexes."""
+
+    def __init__(self, settings: Settings) -> None:
+        # A thread's `prepare` must not fail, because its pool would never work again.
+        load_faiss()
+        waiting = WAITING_PER_WORKER * settings.workers
+        self.searches = Turns("searches", settings.workers, waiting, _search_alone)
+        self.changes = Turns("changes", 1, WAITING_CHANGES)
+        self.pictures = Turns("pictures", _PICTURE_THREADS, WAITING_PICTURES)
+        self.snapshots = Turns("snapshots", 1, WAITING_SNAPSHOTS)
+        self.images = Turns("images", settings.workers + 1, waiting, _search_alone)
+        self._pools = (self.images, self.searches, self.changes, self.pictures, self.snapshots)
+        self.decoders = Decoders(Limits(settings.max_pixels, settings.max_bytes), DECODE_SECONDS)
+
+    def decode(self, kind: Kind, content: bytes, bundle: Bundle | None = None) -> Any:
+        """Decode an image: to `Decoded` for a bundle, or to the bytes of a PNG or thumbnail.
+
+        Decoding blocks, so call this in a thread.
+        """
+        preprocessing = None
+        if bundle is not None:
+            preprocessing = bundle.manifest.input.preprocessing
+            if preprocessing is None:
+                width = bundle.manifest.input.shape[0]
+                raise DataError(f"This index takes vectors of {width} features, not images.")
+        try:
+            with stage("decode"):
+                return self.decoders.decode(kind, content, preprocessing)
+        except Undecodable as error:
+            report(error)
+            sentence = "The server cannot decode images at the moment. Its log says why."
+            raise RequestError(503, sentence, "decode") from None
+
+    async def decoded(self, kind: Kind, content: bytes) -> bytes:
+        """Return an image as another kind of file; see `decode`."""
+        picture: bytes = await self.images.run(lambda: self.decode(kind, content))
+        return picture
+
+    async def pixels(self, bundle: Bundle, images: Sequence[bytes]) -> list[Decoded]:
+        """Decode images; see `decode`. If there are several, an error says which is invalid."""
+        # Two at a time leave threads for the images of other requests.
+        turn = asyncio.Semaphore(2)
+
+        async def decoded(number: int, image: bytes) -> Decoded:
+            async with turn:
+                try:
+                    decode = partial(self.decode, "pixels", image, bundle)
+                    pixels: Decoded = await self.images.run(decode)
+                except DataError as error:
+                    if len(images) == 1:
+                        raise
+                    raise DataError(f"image {number}: {error}") from None
+                return pixels
+
+        tasks = [asyncio.create_task(decoded(*numbered)) for numbered in enumerate(images, 1)]
+        try:
+            return [await task for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no thread uses an index."""
+        return not any(turns.busy for turns in self._pools)
+
+    def close(self) -> None:
+        """Drop waiting jobs, and end the threads and the decoding processes."""
+        for turns in self._pools:
+            turns.close()
+        self.decoders.close()
