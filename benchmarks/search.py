@@ -30,7 +30,7 @@ from retrieval.bundle.bundle import Encoded
 from retrieval.data.image_archives import read_idx
 from retrieval.index.index import Index
 from retrieval.store.backends import make_backend
-from retrieval.store.search import Companion, nearest
+from retrieval.store.exact_search import Companion, nearest
 
 from bench import FASHION, RAW, arguments, finish, machine_of, markdown, one_thread, page
 from scaled_bundle import make_bundle, make_index

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     )
     from retrieval.base.files import cache_folder as cache_folder, write_bytes as write_bytes
     from retrieval.base.lazy import lazy as lazy, lazy_names as lazy_names
-    from retrieval.base.photos import address_of as address_of, path_in as path_in
+    from retrieval.base.photo_files import address_of as address_of, path_in as path_in
     from retrieval.data.datasets import Box as Box, usable_dataset as usable_dataset
     from retrieval.data.foreign_datasets import as_dataset as as_dataset
     from retrieval.data.image_archives import (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.index.adding import Added as Added, Summary as Summary
     from retrieval.index.duplicates import Duplicates as Duplicates
     from retrieval.index.migrating import Migrated as Migrated
-    from retrieval.index.searching import Hit as Hit, Hits as Hits
+    from retrieval.index.queries_and_hits import Hit as Hit, Hits as Hits
     from retrieval.store.contract import (
         Generation as Generation,
         Item as Item,

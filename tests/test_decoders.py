@@ -25,7 +25,7 @@ from retrieval.errors import DataError
 from retrieval.images.decoding import decode, full_size
 from retrieval.images.preprocessing import Preprocessing
 
-from retrieval_server.decoding import _ANSWER, Decoders, Undecodable
+from retrieval_server.decoder_processes import _ANSWER, Decoders, Undecodable
 
 PREPROCESSING = Preprocessing((24, 32), resize=24)
 
@@ -220,7 +220,7 @@ def test_a_process_that_cannot_start_names_a_python_that_the_user_may_not_run(tm
     python = tmp_path / "python"
     python.write_text("")
     code = (
-        "import multiprocessing, sys; from retrieval_server.decoding import Decoders; "
+        "import multiprocessing, sys; from retrieval_server.decoder_processes import Decoders; "
         f"sys.executable = {str(python)!r}; multiprocessing.set_executable(sys.executable); "
         "Decoders().decode('png', b'')"
     )
@@ -273,7 +273,7 @@ def test_a_photo_of_48_megapixels_is_decoded_at_half_its_size(pool):
 
 
 SCRIPT = """
-from retrieval_server.decoding import Decoders
+from retrieval_server.decoder_processes import Decoders
 print("run")
 pool = Decoders()
 print(pool.pids != [])

@@ -114,7 +114,7 @@ if find_spec("tensorboard") is not None:
 @hookimpl
 def retrieval_metrics() -> Factories:
     """The built-in metrics."""
-    from retrieval.metrics import retrieval_metrics as built_in
+    from retrieval.metrics.recall_map_ndcg import retrieval_metrics as built_in
 
     return built_in()
 

@@ -39,6 +39,7 @@ from retrieval.store.contract import (
     stop_at,
 )
 from retrieval.store.copy_store import PAGE, write_copy
+from retrieval.store.exact_search import check_queries
 from retrieval.store.filters import And, Exists, Filter
 from retrieval.store.filters.tree import Condition, Field, Joint, fold
 from retrieval.store.items import (
@@ -55,7 +56,6 @@ from retrieval.store.items import (
     usable,
 )
 from retrieval.store.kept_bundles import bundle_pieces, kept_bundle
-from retrieval.store.search import check_queries
 
 from retrieval_engines.rows import PIECE_BYTES, Row
 

@@ -43,7 +43,7 @@ from retrieval.errors import (
     printable,
     printable_json,
 )
-from retrieval.index.audit import Audit, AuditUnavailable, new_request_id
+from retrieval.index.change_log import Audit, AuditUnavailable, new_request_id
 from retrieval.index.index import Index
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request

@@ -11,7 +11,7 @@ from socket import SO_ERROR, SOL_SOCKET
 from typing import Any
 
 import httptools
-from retrieval.index.audit import new_request_id
+from retrieval.index.change_log import new_request_id
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from retrieval_server.problems import MEDIA_TYPE, problem_json

@@ -21,9 +21,9 @@ from pydantic_core import to_json
 from retrieval.base.timing import TRAIL, Trail, stage
 from retrieval.errors import DataError
 from retrieval.images.decoding import format_of
-from retrieval.index.audit import Change
+from retrieval.index.change_log import Change
 from retrieval.index.index import Index
-from retrieval.index.searching import Hit
+from retrieval.index.queries_and_hits import Hit
 from retrieval.store.contract import Item
 from retrieval.store.filters import Filter
 from retrieval.store.folder import INDEX_FORMAT
@@ -35,7 +35,7 @@ from starlette.routing import BaseRoute, Match, Route
 
 from retrieval_server import request_bodies
 from retrieval_server.access import Caller
-from retrieval_server.decoding import Kind as PictureKind
+from retrieval_server.decoder_processes import Kind as PictureKind
 from retrieval_server.openapi import OPERATIONS, document
 from retrieval_server.problems import RequestError, busy, no_item
 from retrieval_server.request_bodies import Body, BodyMemory, Kind, Query

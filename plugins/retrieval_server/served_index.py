@@ -30,9 +30,9 @@ from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import arrays_of, row_of
-from retrieval.index.audit import Audit, Change
+from retrieval.index.change_log import Audit, Change
 from retrieval.index.index import Index
-from retrieval.index.searching import Hit, encode_vectors
+from retrieval.index.queries_and_hits import Hit, encode_vectors
 from retrieval.index.sources import digest_of
 from retrieval.store import contract
 from retrieval.store.contract import (
@@ -47,7 +47,7 @@ from retrieval.store.contract import (
 )
 from starlette.requests import ClientDisconnect
 
-from retrieval_server.decoding import Decoded, Decoders, Kind, Undecodable
+from retrieval_server.decoder_processes import Decoded, Decoders, Kind, Undecodable
 from retrieval_server.problems import RequestError, busy, no_item, report, store_failed
 from retrieval_server.request_bodies import NewItem, Query, QueryInput
 from retrieval_server.settings import BATCH_BYTES, Settings

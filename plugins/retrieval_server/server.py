@@ -217,7 +217,7 @@ class Parts:
         Raises:
             RetrievalError: an index, the keys or the record of changes cannot be used.
         """
-        from retrieval.index.audit import Audit
+        from retrieval.index.change_log import Audit
 
         from retrieval_server.app import Application
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from retrieval.base.photos import address_of, unreadable
+from retrieval.base.photo_files import address_of, unreadable
 from retrieval.errors import DataError, listed
 
 Row = dict[str, str]

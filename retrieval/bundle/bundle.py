@@ -103,6 +103,9 @@ class Bundle:
             `None`.
         sha256: SHA-256 of the manifest, which contains the SHA-256 of all files; identifies the
             bundle.
+        outputs: width of each output of the encoder, by name.
+        compares_vectors_alone: whether the distance of a query and an item depends on these two
+            vectors alone.
     """
 
     def __init__(
@@ -119,6 +122,12 @@ class Bundle:
         self.device = sessions.device
         self.fallback = sessions.fallback
         self.sha256 = hashlib.sha256(text).hexdigest()
+        self.outputs = manifest.outputs
+        self.compares_vectors_alone = (
+            manifest.rescorer is None
+            and manifest.distance.measure != "inner"
+            and manifest.merge != "score"
+        )
         self._text = text
         self._sessions = sessions
 
@@ -216,7 +225,7 @@ class Bundle:
         """
         manifest = self.manifest
         encoder = self._sessions.encoder
-        out = self._run(encoder, manifest.outputs, inputs, manifest.input, batch_size)
+        out = self._run(encoder, self.outputs, inputs, manifest.input, batch_size)
         return self._encoded(out)
 
     def _run(
@@ -282,7 +291,7 @@ class Bundle:
             return self.encode(features, batch_size=batch_size)
         _, width, head = self._split()
         input = Input(kind="features", dtype="float32", shape=(width,))
-        out = self._run(head, self.manifest.outputs, features, input, batch_size)
+        out = self._run(head, self.outputs, features, input, batch_size)
         return self._encoded(out)
 
     @property
@@ -375,7 +384,7 @@ class Bundle:
                     meter.update(len(rows))
 
             encoder = self._sessions.encoder
-            out = _run_batches(encoder, self.manifest.outputs, batches(), len(images))
+            out = _run_batches(encoder, self.outputs, batches(), len(images))
         return self._encoded(out)
 
     def preprocess(self, image: ImageLike) -> Pixels:

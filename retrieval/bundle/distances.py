@@ -58,16 +58,6 @@ def bundle_distances(
     return merged_distances(query, vectors, k, manifest.subspaces, manifest.merge)
 
 
-def depends_on_vectors_alone(bundle: Bundle) -> bool:
-    """Return whether the distance of a query and an item depends on these two vectors alone."""
-    manifest = bundle.manifest
-    return (
-        manifest.rescorer is None
-        and manifest.distance.measure != "inner"
-        and manifest.merge != "score"
-    )
-
-
 def columns_of_subspaces(subspaces: Sequence[Any]) -> list[slice]:
     """Return the columns of each sub-space; a vector without sub-spaces is one sub-space."""
     return [slice(space.start, space.stop) for space in subspaces] or [slice(None)]

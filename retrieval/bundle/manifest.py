@@ -26,7 +26,7 @@ from pydantic import (
 from retrieval.base.files import write_text
 from retrieval.base.folder_kinds import instead
 from retrieval.base.machine import available_memory
-from retrieval.base.photos import address_of
+from retrieval.base.photo_files import address_of
 from retrieval.base.regular_files import open_plain
 from retrieval.base.strict_json import parse_json, problems_of
 from retrieval.bundle.probe import Probe

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrieval.base.photos import address_of
+from retrieval.base.photo_files import address_of
 from retrieval.cli import say, say_json
 from retrieval.cli.common import (
     DEVICE,
@@ -98,7 +98,7 @@ def audited(function: Callable[..., Any]) -> Callable[..., Any]:
         if audit is None:
             function(**arguments)
             return
-        from retrieval.index.audit import Audit, Change, new_request_id
+        from retrieval.index.change_log import Audit, Change, new_request_id
         from retrieval.store.address import index_name
 
         verb = str(click.get_current_context().info_name)
@@ -460,7 +460,7 @@ def check_command(path: IndexPlace, as_json: bool) -> None:
 
     INDEX is a folder.
     """
-    from retrieval.index.checking import check_index
+    from retrieval.index.integrity import check_index
 
     if not isinstance(path, Path):
         raise StoreError(
@@ -626,7 +626,7 @@ def snapshot_command(path: IndexPlace, target: Path, as_json: bool) -> None:
 @audited
 def restore_command(source: Path, path: IndexPlace, as_json: bool) -> None:
     """Check SNAPSHOT and copy it to INDEX, a new folder or an address without an index."""
-    from retrieval.index.checking import restore_snapshot
+    from retrieval.index.integrity import restore_snapshot
 
     facts: dict[str, Any] = {"snapshot": str(source)}
     if notes := restore_snapshot(source, path, plugins=_plugins()):

@@ -15,7 +15,7 @@ from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.errors import one_line
 
 if TYPE_CHECKING:
-    from retrieval.index.searching import Hit
+    from retrieval.index.queries_and_hits import Hit
     from retrieval.store.address import IndexPlace
 
 
@@ -44,7 +44,7 @@ def search_command(
 ) -> None:
     """Print the items of INDEX, a folder or an address, nearest to images or .npz features."""
     from retrieval.index.index import open_index
-    from retrieval.index.searching import encode_files
+    from retrieval.index.queries_and_hits import encode_files
 
     _refuse_swapped(index, queries)
     with open_index(index, device=device, plugins=extra) as opened:

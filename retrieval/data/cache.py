@@ -26,7 +26,7 @@ from torch import Tensor
 from retrieval.base.arrays import Floats32, Ints
 from retrieval.base.files import cache_folder
 from retrieval.base.memory_map import FileMap
-from retrieval.base.photos import address_of, remote_state
+from retrieval.base.photo_files import address_of, remote_state
 from retrieval.base.progress import Meter
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError

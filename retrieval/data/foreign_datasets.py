@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from retrieval.base.arrays import Pixels
-from retrieval.base.photos import address_of
+from retrieval.base.photo_files import address_of
 from retrieval.data.datasets import ArrayDataset, Dataset, FileDataset, is_missing_label
 from retrieval.data.splits import SIDES, sides
 from retrieval.errors import DataError, did_you_mean, first_line, refuse

@@ -28,6 +28,7 @@ from retrieval.base.display_tables import html_table
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.base.runtime import load_faiss
 from retrieval.errors import DataError
+from retrieval.evaluation.block_ranking import Ranking
 from retrieval.evaluation.neighbors import (
     Codes,
     Distance,
@@ -37,10 +38,9 @@ from retrieval.evaluation.neighbors import (
     group_numbers,
     measuring,
 )
-from retrieval.evaluation.ranking import Ranking
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.values import toml_value
-from retrieval.metrics import metric
+from retrieval.metrics.recall_map_ndcg import metric
 from retrieval.model.checked_parts import CheckedMetric
 from retrieval.model.labels import ADVICE, LabelsError, read_labels, read_values
 

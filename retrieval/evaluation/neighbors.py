@@ -241,7 +241,7 @@ class Neighbors:
     ) -> tuple[Ints, Floats64, Bools]:
         """Return columns and squared distances (B, k), and whether the k-th may have ties (B,)."""
         # imported here: checking a recipe needs this module, but no search
-        from retrieval.store.search import nearest
+        from retrieval.store.exact_search import nearest
 
         assert self._singles is not None
         wide = min(self.size, k + 1 + _MARGIN + k // 16)

@@ -30,7 +30,7 @@ from retrieval.evaluation.evaluation import (
 )
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
 from retrieval.index.read_embeddings import VectorRows
-from retrieval.store.search import squared_distances
+from retrieval.store.exact_search import squared_distances
 
 # Sizes of a block: rows of queries, and bytes of the gallery in float64.
 _QUERIES = 8192

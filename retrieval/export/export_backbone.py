@@ -20,7 +20,7 @@ from retrieval.base.arrays import Floats, Floats32, Pixels
 from retrieval.base.files import cache_folder
 from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import ahead, cores
-from retrieval.base.photos import address_of, exists, is_folder
+from retrieval.base.photo_files import address_of, exists, is_folder
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from retrieval.base.photos import address_of, leads_nowhere, read_remote, too_many_bytes
+from retrieval.base.photo_files import address_of, leads_nowhere, read_remote, too_many_bytes
 from retrieval.errors import DataError
 from retrieval.images import ignore_pillow_warnings
 from retrieval.images.preprocessing import BITS, SIXTEEN_BITS, check_range, to_srgb

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrieval.base.photos import (
+from retrieval.base.photo_files import (
     IMAGE_EXTENSIONS,
     address_of,
     files_below,
@@ -71,7 +71,7 @@ def find_images(folder: Path) -> ImageFiles:
     """Return the image files below a folder or an address, except hidden files and folders.
 
     Images are recognised by extension, or else by their first bytes. Links are followed; see
-    `retrieval.base.photos.files_below`.
+    `retrieval.base.photo_files.files_below`.
 
     Raises:
         DataError: `folder` is not a folder, contains no image, or a subfolder cannot be read.

@@ -21,7 +21,7 @@ from PIL import Image
 from retrieval.base.arrays import Array, Floats32
 from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import ahead, cores
-from retrieval.base.photos import address_of
+from retrieval.base.photo_files import address_of
 from retrieval.base.progress import Meter
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, listed

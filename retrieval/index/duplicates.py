@@ -11,7 +11,7 @@ import numpy as np
 
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.distances import Distances, bundle_distances, depends_on_vectors_alone
+from retrieval.bundle.distances import Distances, bundle_distances
 from retrieval.errors import DataError
 from retrieval.index.adding import short_repr
 from retrieval.store.contract import CODE, VECTOR, Floats, Item
@@ -170,7 +170,7 @@ def _neighbours(
             item = items[row]
             size = len(group.items)
             distances = group.distances
-            if distances is None or not depends_on_vectors_alone(bundle):
+            if distances is None or not bundle.compares_vectors_alone:
                 distances = _distances(bundle, item, group.arrays)
             near = np.flatnonzero(distances <= within).tolist()
             if len(near) == size and count <= size < _MAX_NEIGHBOURS + copies[row]:

@@ -16,14 +16,13 @@ from retrieval.base.progress import Progress, showing
 from retrieval.base.runtime import Device
 from retrieval.base.timing import stage
 from retrieval.bundle.bundle import Bundle, Encoded
-from retrieval.bundle.distances import depends_on_vectors_alone
 from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import Added, Options, Summary, add_images, add_sources
 from retrieval.index.creating import create_and_open
 from retrieval.index.duplicates import duplicates
 from retrieval.index.migrating import migrate, rollback
-from retrieval.index.searching import Hits, encode_queries, ranked
+from retrieval.index.queries_and_hits import Hits, encode_queries, ranked
 from retrieval.store.address import Address, IndexPlace, folder_of, place_of
 from retrieval.store.contract import (
     MARGIN,
@@ -262,7 +261,7 @@ class Index:
             vectors, codes, is_single = encode_queries(bundle, queries)
             count = k
             # If the bundle's distance is not the store's, their orders may differ: request more.
-            if not depends_on_vectors_alone(bundle):
+            if not bundle.compares_vectors_alone:
                 count += MARGIN
             rescorer = bundle.manifest.rescorer
             if candidates is not None:

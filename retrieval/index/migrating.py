@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retrieval.base.folder_kinds import StrPath
-from retrieval.base.photos import address_of
+from retrieval.base.photo_files import address_of
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.manifest import SplitEntry, write_manifest

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from retrieval.base.arrays import Floats32
-from retrieval.base.photos import path_text
+from retrieval.base.photo_files import path_text
 from retrieval.errors import DataError, MissingDependency, RetrievalError, did_you_mean
 
 ITEM_CHARACTERS = 1_000_000

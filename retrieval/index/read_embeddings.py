@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
-from retrieval.base.photos import path_text
+from retrieval.base.photo_files import path_text
 from retrieval.base.regular_files import read_plain
 from retrieval.base.strict_json import parse_json, problems_of, strict_loads
 from retrieval.errors import DataError

@@ -19,7 +19,7 @@ import numpy as np
 from retrieval.base.arrays import Array, Floats32
 from retrieval.base.csv_table import CsvTable, is_missing_text, typed
 from retrieval.base.folder_kinds import StrPath
-from retrieval.base.photos import (
+from retrieval.base.photo_files import (
     address_of,
     exists,
     is_folder,

@@ -20,7 +20,7 @@ import numpy as np
 from retrieval.base.arrays import Floats32
 from retrieval.base.files import hold, make_folder, whole_file, write_text
 from retrieval.base.folder_kinds import StrPath
-from retrieval.base.photos import path_text
+from retrieval.base.photo_files import path_text
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.runtime import Device, installed_version
 from retrieval.bundle.bundle import Bundle

@@ -44,7 +44,7 @@ def _check_metric(
     plugins: Plugins, named: str | dict[str, Any], where: str, number: str = ""
 ) -> list[str]:
     """Return the problems of a metric in `[evaluate] metrics` or `[train] monitor`."""
-    from retrieval.metrics import metric
+    from retrieval.metrics.recall_map_ndcg import metric
 
     if not isinstance(named, str):
         return plugins.check("metrics", named, where + number)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         stop_at as stop_at,
     )
     from retrieval.store.copy_store import write_copy as write_copy
+    from retrieval.store.exact_search import check_queries as check_queries
     from retrieval.store.filters import Filter as Filter, matches as matches
     from retrieval.store.items import (
         Candidates as Candidates,
@@ -36,6 +37,5 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         bundle_pieces as bundle_pieces,
         kept_bundle as kept_bundle,
     )
-    from retrieval.store.search import check_queries as check_queries
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

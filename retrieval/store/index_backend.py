@@ -12,7 +12,7 @@ import numpy as np
 from retrieval.base.arrays import Bools, Floats32, Ints
 from retrieval.errors import StoreError
 from retrieval.host.factory import calling
-from retrieval.store.search import nearest
+from retrieval.store.exact_search import nearest
 
 _MAX_RECALL_QUERIES = 200
 

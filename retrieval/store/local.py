@@ -40,6 +40,7 @@ from retrieval.store.contract import (
     Superseded,
     stop_at,
 )
+from retrieval.store.exact_search import check_queries
 from retrieval.store.filters import Filter
 from retrieval.store.folder import (
     INDEX_FILE,
@@ -81,7 +82,6 @@ from retrieval.store.record import (
     upto_of,
     value,
 )
-from retrieval.store.search import check_queries
 from retrieval.store.search_structure import StructureChoice
 from retrieval.store.snapshot_view import (
     View,

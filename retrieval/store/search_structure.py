@@ -25,9 +25,9 @@ from retrieval.base.regular_files import open_plain
 from retrieval.base.runtime import load_faiss
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.backends import choose, make_backend, short_name
+from retrieval.store.exact_search import Companion, faiss_threads
 from retrieval.store.index_backend import IndexBackend, checked_search, using
 from retrieval.store.items import Floats
-from retrieval.store.search import Companion, faiss_threads
 
 log = logging.getLogger("retrieval.store")
 

@@ -27,9 +27,9 @@ from retrieval.base.memory_map import FileMap
 from retrieval.base.regular_files import FULL, open_plain, out_of_files
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.contract import StoreUnavailable
+from retrieval.store.exact_search import nearest, squared_distances
 from retrieval.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.store.record import Record, ask, seq_of, served_generation, value
-from retrieval.store.search import nearest, squared_distances
 from retrieval.store.search_structure import ARRAYS, Loaded, Structure, load_structure
 
 BlockChecksums = dict[int, int]

@@ -13,7 +13,7 @@ from retrieval.errors import DataError
 from retrieval.images.decoding import FORMATS, Limits, can_open, decode, format_of
 from retrieval.images.preprocessing import Preprocessing
 
-from retrieval_server.decoding import Decoders
+from retrieval_server.decoder_processes import Decoders
 
 SECONDS = 2.0
 PREPROCESSING = Preprocessing((224, 224), resize=256)

@@ -9,7 +9,7 @@ import pytest
 import retrieval
 import torchvision
 from layouts import picture
-from retrieval.base.photos import files_below, leads_nowhere
+from retrieval.base.photo_files import files_below, leads_nowhere
 from retrieval.errors import DataError
 from retrieval.export.export_backbone import Photos
 from retrieval.images.image_files import find_images

@@ -11,7 +11,7 @@ from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
 from retrieval.evaluation.neighbors import Neighbors
 from retrieval.host.plugins import load_plugins
-from retrieval.metrics import (
+from retrieval.metrics.recall_map_ndcg import (
     MAPAtR,
     MeanAveragePrecision,
     PrecisionAt,

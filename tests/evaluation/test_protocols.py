@@ -14,7 +14,7 @@ from retrieval.errors import DataError
 from retrieval.evaluation import evaluation
 from retrieval.evaluation.evaluation import Levels, Tags, evaluate
 from retrieval.evaluation.neighbors import Exclusion
-from retrieval.metrics import NDCGAt, RecallAt
+from retrieval.metrics.recall_map_ndcg import NDCGAt, RecallAt
 
 GRADED = {"ndcg": NDCGAt(5), "exp": NDCGAt(3, "exponential"), "recall": RecallAt(1)}
 

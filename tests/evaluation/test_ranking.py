@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from retrieval.evaluation import ranking
+from retrieval.evaluation import block_ranking
+from retrieval.evaluation.block_ranking import Ranking
 from retrieval.evaluation.evaluation import matching
 from retrieval.evaluation.neighbors import NeighborSearch, exact_neighbors
-from retrieval.evaluation.ranking import Ranking
 from sklearn.datasets import load_digits
 
 GENERATOR = np.random.default_rng(0)
@@ -89,7 +89,7 @@ def test_matches_are_those_of_full_search(name, share):
 
 
 def test_a_panel_of_too_many_candidates_is_left_to_full_search(monkeypatch):
-    monkeypatch.setattr(ranking, "_MOST", 1000)
+    monkeypatch.setattr(block_ranking, "_MOST", 1000)
     assert all(failed.all() for _, _, failed in ranking_of("clustered", 17))
 
 
@@ -111,7 +111,7 @@ def test_the_error_bound_holds_for_every_pair(name):
     scaled = torch.from_numpy(scaled[found._order])
     every = np.concatenate([panel.factors for panel in found._panels])
     for panel in found._panels:
-        halves = ranking._turned(panel.factors) @ every.T
+        halves = block_ranking._turned(panel.factors) @ every.T
         own = scaled[panel.start : panel.start + len(panel.factors)]
         apart = torch.cdist(own, scaled, compute_mode="donot_use_mm_for_euclid_dist").numpy()
         error = np.abs(halves - apart**2 / 2)

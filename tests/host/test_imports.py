@@ -55,7 +55,7 @@ APPLICATIONS = {"retrieval_engines", "retrieval_lab", "retrieval_server"}
 """Plugins of this distribution that are built on the rooms; the others import only `PUBLIC`."""
 INNER = {
     "retrieval.data.loading": {"retrieval_samplers"},
-    "retrieval.metrics": {"retrieval_metrics"},
+    "retrieval.metrics.recall_map_ndcg": {"retrieval_metrics"},
     "retrieval.model.loss_division": {"Shard", "world_of"},
     "retrieval.store.backends": {"retrieval_indexes"},
     "retrieval.index.read_embeddings": {"in_memory"},

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from pytorch_metric_learning import miners
-from retrieval.evaluation.ranking import Ranking
+from retrieval.evaluation.block_ranking import Ranking
 from retrieval.host.plugins import load_plugins
 
 from retrieval_anml import LANML, PNCA, neighborhoods

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from retrieval import Index
-from retrieval.store.search import Companion, nearest
+from retrieval.store.exact_search import Companion, nearest
 from retrieval.store.search_structure import build_structure, load_structure
 
 pytestmark = pytest.mark.scale

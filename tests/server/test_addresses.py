@@ -6,7 +6,7 @@ import builtins
 from pathlib import Path
 
 import pytest
-from retrieval.base.photos import address_of, unreadable
+from retrieval.base.photo_files import address_of, unreadable
 from retrieval.errors import DataError, MissingDependency, ServerError
 from retrieval.images.decoding import Limits, decode
 from retrieval.index.index import create_index, open_index

@@ -16,7 +16,7 @@ import pytest
 import wire
 from limits import files_of_at_most
 from retrieval.errors import RetrievalError
-from retrieval.index.audit import Audit, AuditUnavailable, Change
+from retrieval.index.change_log import Audit, AuditUnavailable, Change
 from retrieval.store.filters import as_filter
 
 from retrieval_server.keys import add_key, new_key

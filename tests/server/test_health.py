@@ -17,7 +17,7 @@ from retrieval.bundle.probe import coded, probe_fault, probe_of, vector_of
 from retrieval.errors import BundleError
 from retrieval.index.index import create_index, open_index
 
-from retrieval_server.decoding import Undecodable
+from retrieval_server.decoder_processes import Undecodable
 from retrieval_server.readiness import Readiness
 from retrieval_server.served_index import Served, Workers
 from retrieval_server.settings import Settings

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import wire
 from retrieval import Index
-from retrieval.index.checking import check_index
+from retrieval.index.integrity import check_index
 from retrieval.store.contract import Item
 
 from retrieval_engines.testing.small_bundles import make_bundle

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from retrieval.base.display_tables import text_table
-from retrieval.index.searching import Hit
+from retrieval.index.queries_and_hits import Hit
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp"
 SHOWN = "\\x1b[2J\\x1b]0;owned\\x07\\x9b31m\\u202egnp"

@@ -9,7 +9,7 @@ import pytest
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.distances import merged_distances
 from retrieval.index.index import Index, open_index
-from retrieval.store import masks, search, search_structure
+from retrieval.store import exact_search, masks, search_structure
 from retrieval.store.contract import Candidates, Item, Store, widths_of
 from retrieval.store.filters import parse_filter
 from retrieval.store.folder import create_local
@@ -93,7 +93,7 @@ def names(numbers: range, seed: int = 0) -> list[str]:
 @pytest.mark.parametrize("large", [False, True])
 def test_items_come_change_and_go(wanted, large, tmp_path, bundle, monkeypatch):
     monkeypatch.setattr(search_structure, "MIN_ROWS", 500)
-    monkeypatch.setattr(search, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
+    monkeypatch.setattr(exact_search, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
     monkeypatch.setattr(masks, "_SMALL", 100 if large else 20_000)
     options = {"ef_search": 4096, "m": 64} if wanted == "hnsw" else {}
     known = Known(tmp_path / "i", bundle, StructureChoice(wanted, options))
@@ -122,7 +122,7 @@ def test_a_pair_has_one_distance_whoever_measures_it():
         some = random.normal(size=(50, width)).astype(np.float32)
         query = random.normal(size=(3, width)).astype(np.float32)
         pairs = np.repeat(np.arange(3), 50), np.tile(np.arange(50), 3)
-        squared = search.squared_distances(query.astype(np.float64), some, *pairs)
+        squared = exact_search.squared_distances(query.astype(np.float64), some, *pairs)
         own = np.sqrt(squared).reshape(3, 50)
         for at in range(3):
             assert np.array_equal(merged_distances(query[at], some, 5, [], "min"), own[at])
@@ -131,7 +131,7 @@ def test_a_pair_has_one_distance_whoever_measures_it():
             merged_distances(np.repeat(query, 50, 0), np.tile(some, (3, 1)), 5, [], "min"),
             own.ravel(),
         )
-        squared, rows = search.nearest(query, some, 50)
+        squared, rows = exact_search.nearest(query, some, 50)
         assert np.array_equal(np.sqrt(squared), np.take_along_axis(own, rows, 1))
 
 

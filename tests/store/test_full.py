@@ -14,7 +14,7 @@ import wire
 from limits import files_of_at_most
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RetrievalError, StoreError
-from retrieval.index.checking import restore_snapshot
+from retrieval.index.integrity import restore_snapshot
 from retrieval.store import search_structure, upkeep
 from retrieval.store.contract import widths_of
 from retrieval.store.folder import create_local

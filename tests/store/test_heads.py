@@ -15,8 +15,8 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.manifest import read_manifest, write_manifest
 from retrieval.errors import BundleError, DataError, StoreError
 from retrieval.index import migrating
-from retrieval.index.checking import check_index
 from retrieval.index.index import Index, create_index
+from retrieval.index.integrity import check_index
 from retrieval.store import local
 from retrieval.store.local import LocalStore
 

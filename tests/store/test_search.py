@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from retrieval.errors import StoreError
-from retrieval.store import search
-from retrieval.store.search import Companion, nearest
+from retrieval.store import exact_search
+from retrieval.store.exact_search import Companion, nearest
 
 Array = Any
 
@@ -93,7 +93,7 @@ def small_blocks(monkeypatch):
         "_QUERIES": 5,
         "_MIN_DOUBT": 0,
     }.items():
-        monkeypatch.setattr(search, name, value)
+        monkeypatch.setattr(exact_search, name, value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,8 +233,8 @@ def test_a_companion_is_read_in_place_of_the_vectors(monkeypatch):
     vectors, queries = low_rank(3000), low_rank(9, seed=1)
     companion = Companion.build(vectors)
     assert companion is not None and companion.table.shape == (1, 3000, 8)
-    monkeypatch.setattr(search, "_Scan", None)
-    monkeypatch.setattr(search, "_nearest_of_one", None)
+    monkeypatch.setattr(exact_search, "_Scan", None)
+    monkeypatch.setattr(exact_search, "_nearest_of_one", None)
     for count in (1, 9):
         agree(queries[:count], vectors, 10, companion=companion)
 

@@ -12,7 +12,7 @@ from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluate_run import Protocol, device_of, items_of
 from retrieval.evaluation.evaluation import Relevance, query_values
 from retrieval.evaluation.verification import roc_curve
-from retrieval.metrics import metric
+from retrieval.metrics.recall_map_ndcg import metric
 from retrieval.run.open import ItemCodes, Run
 
 Items = Ints

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from retrieval.base.photos import IMAGE_EXTENSIONS, files_below, leads_nowhere, own_name
+from retrieval.base.photo_files import IMAGE_EXTENSIONS, files_below, leads_nowhere, own_name
 from retrieval.errors import DataError, ServerError, at_least_one
 
 from retrieval_server.client.bodies import NewItem, file_bytes

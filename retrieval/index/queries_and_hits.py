@@ -16,7 +16,7 @@ from PIL.Image import Image
 from retrieval.base.arrays import Array, Floats32, Floats64
 from retrieval.base.display_tables import html_hits, text_table
 from retrieval.bundle.bundle import Bundle, Encoded
-from retrieval.bundle.distances import bundle_distances, depends_on_vectors_alone, merged_distances
+from retrieval.bundle.distances import bundle_distances, merged_distances
 from retrieval.errors import DataError, RetrievalError
 from retrieval.images.decoding import decode
 from retrieval.images.preprocessing import ImageLike, as_list, is_image, to_mode
@@ -294,7 +294,7 @@ def ranked(
 
     `count` is the number of candidates to rescore; the store may propose a few more.
     """
-    measures_vectors = depends_on_vectors_alone(bundle)
+    measures_vectors = bundle.compares_vectors_alone
     if group.distances is not None:
         # The store has measured the same distance already.
         if measures_vectors:

@@ -214,7 +214,7 @@ class Ranking:
             item: (B, W + 1), the items' positions.
         """
         # imported here: checking a recipe needs this module, but no search
-        from retrieval.store.search import squared_distances
+        from retrieval.store.exact_search import squared_distances
 
         positions = panel.start + rows
         item = item[:, :-1]
