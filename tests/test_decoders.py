@@ -231,7 +231,8 @@ def test_a_process_that_cannot_start_names_a_python_that_the_user_may_not_run(tm
 def test_the_memory_of_a_process_is_limited():
     large = encoded(Image.new("RGB", (5000, 4000)), "PNG")
     code = (
-        "import sys; from retrieval_server import decoding; decoding._confine(40_000_000); "
+        "import sys; from retrieval_server import decoder_processes as decoding;"
+        "decoding._confine(40_000_000); "
         "job = ('png', sys.stdin.buffer.read(), None, 'it'); "
         "print(decoding._answer(decoding.Limits(), job))"
     )

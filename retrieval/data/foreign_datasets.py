@@ -281,11 +281,12 @@ def _of_table(
         return bool(features) and dtype in ("", "dict", "PIL.Image.Image")
 
     if metadata is None:
-        others = [column for column in columns if column not in named and not holds_images(column)]
+        unnamed = [column for column in columns if column not in named]
+        chosen = [column for column in unnamed if not holds_images(column)]
     else:
-        others = list(metadata)
+        chosen = list(metadata)
     further_columns = {}
-    for column in others:
+    for column in chosen:
         entries = values(column)
         # Columns that nobody named are dropped if evaluation could not use them.
         if metadata is not None or all(isinstance(entry, _PLAIN) for entry in entries):

@@ -321,9 +321,9 @@ def checked_indices(
     )
     if not isinstance(picked, list | tuple) or len(picked) not in (3, 4):
         raise breach(what, picked, f"{must}.")
-    others = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
-    if others:
-        names = ", ".join(sorted(others))
+    devices = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
+    if devices:
+        names = ", ".join(sorted(devices))
         raise breach(what, picked, f"{must}.", f" on {names} (the codes are on {device})")
     for x in picked:
         is_integer = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)

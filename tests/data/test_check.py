@@ -212,8 +212,8 @@ def test_near_duplicates_by_a_model(photos, bundle, cli):
 
 
 def pairs_of(near) -> dict[tuple[int, int], float]:
-    pairs = zip(near_duplicates.first.tolist(), near_duplicates.second.tolist(), strict=True)
-    return dict(zip(pairs, near_duplicates.distance.tolist(), strict=True))
+    pairs = zip(near.first.tolist(), near.second.tolist(), strict=True)
+    return dict(zip(pairs, near.distance.tolist(), strict=True))
 
 
 def test_pairs_against_all_pairs_in_double_precision(monkeypatch):

@@ -127,7 +127,7 @@ def test_no_sentence_that_python_raises_names_only_an_option_of_the_command_line
     package = Path(retrieval.__file__).parent
     floors = ("base", "bundle", "data", "evaluation", "export", "images", "index", "model")
     floors += ("recipe", "run", "store", "training")
-    only_commands = {"embedded.py", "embedding.py", "tables.py"}
+    only_commands = {"read_embeddings.py", "write_embeddings.py", "tables.py"}
     wrong = []
     for file in (file for floor in floors for file in (package / floor).rglob("*.py")):
         if file.name in only_commands:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
-from retrieval.model import shards
+from retrieval.model import loss_division
 from retrieval.training.distributed import Devices
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ def alone(**options: float) -> tuple[Tensor, float, Tensor, Tensor]:
             value = loss(x, LABELS)
             value.backward()
     finally:
-        partial_fc.world_of = shards.world_of
+        partial_fc.world_of = loss_division.world_of
     assert x.grad is not None and loss.weight.grad is not None
     return weights, value.item(), x.grad, loss.weight.grad
 

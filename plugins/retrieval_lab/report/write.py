@@ -320,7 +320,8 @@ def compared(sections: Sequence[Section]) -> list[list[tuple[Section, int]]] | N
     lines = []
     for item in positions[0]:
         if all(item in positions_of_run for positions_of_run in positions):
-            lines.append([(s, at[item]) for s, at in zip(sections, positions, strict=True)])
+            pairs = zip(sections, positions, strict=True)
+            lines.append([(section, rows[item]) for section, rows in pairs])
 
     def spread(line: list[tuple[Section, int]]) -> float:
         values = [section.measured.metrics["map_at_r"][position] for section, position in line]
