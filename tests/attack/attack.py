@@ -201,8 +201,9 @@ class Attack:
         """Send a number of requests from several threads."""
         result, began, before = self.result, time.monotonic(), self._server.resident()
         last, pause = self._next + requests, _PAUSE if self._proxy is None else _PROXY_PAUSE
-        wire.trust(None if self._proxy is None else str(self._proxy.certificate))
-        honest = HonestClients(self._port, self._searches, DEADLINE, pause=pause)
+        certificate = None if self._proxy is None else str(self._proxy.certificate)
+        wire.trust(certificate)
+        honest = HonestClients(self._port, self._searches, DEADLINE, certificate, pause=pause)
         attackers = [
             threading.Thread(target=self._attack, args=(number, last)) for number in range(threads)
         ]

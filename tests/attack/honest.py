@@ -1,13 +1,21 @@
-"""Honest clients that search a server during an attack."""
+"""Honest clients that search a server during an attack, in a process of their own.
+
+The attacking process makes images of many megapixels, during which its other threads stand still
+for seconds. In that process, clients would measure the attackers' speed.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+import wire
 from wire import Answer, ask
 
 
@@ -49,30 +57,78 @@ class Seen:
 
 
 class HonestClients:
-    """Clients that search repeatedly, from now until `stop`.
+    """A process with clients that search repeatedly, from now until `stop`.
 
     Args:
         port: port of the server.
         searches: requests to repeat in turn.
         deadline: the server's deadline in seconds.
+        certificate: file of the certificate to trust; `None` for connections without TLS.
         count: number of clients.
         pause: seconds between two searches of a client.
     """
 
     def __init__(
-        self, port: int, searches: list[bytes], deadline: float, count: int = 2, pause: float = 0.02
+        self,
+        port: int,
+        searches: list[bytes],
+        deadline: float,
+        certificate: str | None = None,
+        count: int = 2,
+        pause: float = 0.02,
     ) -> None:
-        self._port, self._searches, self._deadline, self._pause = port, searches, deadline, pause
-        self._seen, self._lock, self._stop = Seen(), threading.Lock(), threading.Event()
+        task = {
+            "port": port,
+            "searches": [search.decode("latin-1") for search in searches],
+            "deadline": deadline,
+            "certificate": certificate,
+            "count": count,
+            "pause": pause,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "started\n"
+
+    def stop(self) -> Seen:
+        """End the clients; return the answers to them."""
+        output, _ = self._process.communicate()
+        return Seen(**json.loads(output))
+
+
+def results(answer: Answer) -> object:
+    """Return the results of a search, or the answer itself if the search failed."""
+    return json.loads(answer.body)["results"] if answer.status == 200 else answer
+
+
+class _Clients:
+    """The threads of `HonestClients`, in its process."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self._port, self._deadline, self._pause = task["port"], task["deadline"], task["pause"]
+        self._searches = [search.encode("latin-1") for search in task["searches"]]
+        self._lock, self._stop, self.seen = threading.Lock(), threading.Event(), Seen()
+        wire.trust(task["certificate"])
         self._threads = [
-            threading.Thread(target=self._search, args=(number,)) for number in range(count)
+            threading.Thread(target=self._search, args=(number,)) for number in range(task["count"])
         ]
         try:
-            self._expected = [results(ask(port, search)) for search in searches]
+            self._expected = [results(ask(self._port, search)) for search in self._searches]
         except OSError:  # the server has ended already
             self._threads = []
+
+    def run(self) -> None:
+        """Search until the standard input ends."""
         for thread in self._threads:
             thread.start()
+        print("started", flush=True)
+        sys.stdin.read()
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
 
     def _search(self, turn: int) -> None:
         while not self._stop.wait(self._pause):
@@ -84,16 +140,10 @@ class HonestClients:
                 answer = Answer(0, {}, str(fault).encode())
             took = time.monotonic() - began
             with self._lock:
-                self._seen.note(answer, self._expected[turn], took, self._deadline)
-
-    def stop(self) -> Seen:
-        """End the clients; return the answers to them."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        return self._seen
+                self.seen.note(answer, self._expected[turn], took, self._deadline)
 
 
-def results(answer: Answer) -> object:
-    """Return the results of a search, or the answer itself if the search failed."""
-    return json.loads(answer.body)["results"] if answer.status == 200 else answer
+if __name__ == "__main__":
+    clients = _Clients(json.loads(sys.stdin.readline()))
+    clients.run()
+    print(json.dumps(asdict(clients.seen)))
