@@ -727,8 +727,42 @@ class RemoteStore(Store):
             # Without its note the generation does not exist, even if this process dies now.
             self._write_notes({f"generation {target.number}": None})
             self._delete_collections(self.collection(target.number))
+            for name in register.names(f"measured {target.number} "):
+                self._replace_measured(register, target, name, None)
             if target.bundle not in {generation.bundle for generation in self.generations()}:
                 self._delete_pieces(target.bundle, register.note(target)["pieces"])
+
+    def note(self, generation: Generation, name: str) -> bytes | None:
+        """Return a note of a generation; see `Store`."""
+        register = self._read_register()
+        target = register.latest(generation)
+        pieces = register.notes.get(f"measured {target.number} {name}")
+        if pieces is None:
+            return None
+        return b"".join(self._read_pieces(*pieces))
+
+    def set_note(self, generation: Generation, name: str, content: bytes) -> None:
+        """Keep a note of a generation; see `Store`."""
+        with self._turn:
+            register = self._read_register()
+            target = register.latest(generation)
+            # A name of their own, because readers may still fetch the earlier pieces.
+            owner = str(uuid.uuid4())
+            pieces = (owner, self._write_pieces(owner, [content]))
+            self._replace_measured(register, target, name, pieces)
+
+    def _replace_measured(
+        self,
+        register: RegisterContent,
+        generation: Generation,
+        name: str,
+        pieces: tuple[str, int] | None,
+    ) -> None:
+        """Replace the pieces (owner and count) of a note of a generation."""
+        key = f"measured {generation.number} {name}"
+        self._write_notes({key: pieces})
+        if earlier := register.notes.get(key):
+            self._delete_pieces(*earlier)
 
 
 def _generation(number: int, note: Mapping[str, Any], served: int | None = None) -> Generation:

@@ -273,7 +273,30 @@ class Store(ABC):
 
     @abstractmethod
     def drop(self, generation: Generation) -> None:
-        """Delete a generation that is not served."""
+        """Delete a generation that is not served, with its notes."""
+
+    def note(self, generation: Generation, name: str) -> bytes | None:
+        """Return what `set_note` last wrote under a name, or None.
+
+        Raises:
+            StoreError: the generation was dropped.
+        """
+        return None
+
+    def set_note(self, generation: Generation, name: str, content: bytes) -> None:
+        """Keep bytes that were measured on a generation, until it is dropped.
+
+        Snapshots keep the notes of the served generation. A store need not keep notes.
+
+        Args:
+            generation: the generation.
+            name: a short name, such as "calibration"; an earlier note of this name is replaced.
+            content: at most some megabytes.
+
+        Raises:
+            StoreError: the generation was dropped, or the store keeps no notes.
+        """
+        raise StoreError("This store keeps no notes, so its indexes cannot be calibrated.")
 
     # The whole
 

@@ -11,7 +11,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.errors import StoreError
 from retrieval.store.contract import Item, Store
 from retrieval.store.folder import create_local
-from retrieval.store.items import checked, served_of
+from retrieval.store.items import CALIBRATION, checked, served_of
 from retrieval.store.local import LocalStore
 from retrieval.store.record import insert, served_generation
 
@@ -58,7 +58,7 @@ def copy_items(
     bare: Callable[[Sequence[Item]], object],
     report: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Copy all items of one store to another, with their arrays and originals.
+    """Copy all items of one store to another, with arrays, originals and calibration.
 
     Args:
         source: the store to read from.
@@ -78,6 +78,9 @@ def copy_items(
         if without := [item for item in items if not item.arrays]:
             bare(without)
         report(len(page))
+    content = source.note(served_of(source.generations()), CALIBRATION)
+    if content is not None:
+        target.set_note(served_of(target.generations()), CALIBRATION, content)
 
 
 def _add_without_arrays(copy: LocalStore, items: Sequence[Item]) -> None:

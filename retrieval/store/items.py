@@ -31,6 +31,9 @@ VECTOR = "vector"
 CODE = "code"
 FEATURES = "features"
 
+CALIBRATION = "calibration"
+"""Name of the note that holds an index's calibration; see `Store.note`."""
+
 ID_CHARACTERS = 1000
 TEXT_BYTES = 1_000_000
 ORIGINAL_BYTES = 100_000_000

@@ -487,9 +487,35 @@ class LocalStore(Store):
                 raise StoreError(
                     "The served generation cannot be dropped. First switch to another."
                 )
-            for table in ("runs", "sums", "left_out", "generations"):
+            tables = ["runs", "sums", "left_out", "generations"]
+            if _has_notes(connection):
+                tables.append("notes")
+            for table in tables:
                 connection.execute(f"delete from {table} where g = ?", (generation.number,))
         remove_leftovers(self.record)
+
+    def note(self, generation: Generation, name: str) -> bytes | None:
+        """Return a note of a generation; see `Store`."""
+        with self.record.reading() as connection:
+            _is_served(connection, generation)
+            if not _has_notes(connection):
+                return None
+            sql = "select content from notes where g = ? and name = ?"
+            content: bytes | None = value(connection, sql, (generation.number, name))
+            return content
+
+    def set_note(self, generation: Generation, name: str, content: bytes) -> None:
+        """Keep a note of a generation; see `Store`."""
+        self._begin_to_write()
+        with self.record.writing() as (connection, _):
+            _is_served(connection, generation)
+            # Indexes of earlier versions have no such table.
+            connection.execute(
+                "create table if not exists notes (g integer not null, name text not null,"
+                " content blob not null, primary key (g, name)) strict"
+            )
+            row = (generation.number, name, content)
+            connection.execute("insert or replace into notes values (?, ?, ?)", row)
 
     # The index as a whole
 
@@ -634,6 +660,12 @@ def _sorted(
             with file.reading(view.rows) as content:
                 arrays[name] = content[rows]
     return Candidates(items, arrays, distances)
+
+
+def _has_notes(connection: apsw.Connection) -> bool:
+    """Return whether a note was ever written to the index."""
+    sql = "select 1 from sqlite_master where name = 'notes'"
+    return value(connection, sql) is not None
 
 
 def _is_served(connection: apsw.Connection, generation: Generation) -> bool:

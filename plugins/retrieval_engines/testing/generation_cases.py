@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import unittest
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, StoreError
-from retrieval.store.contract import FEATURES, VECTOR, Generation, Item, Superseded, widths_of
+from retrieval.index.index import open_index
+from retrieval.store.contract import (
+    FEATURES,
+    VECTOR,
+    Generation,
+    Item,
+    Store,
+    Superseded,
+    widths_of,
+)
+from retrieval.store.items import CALIBRATION
 
 from retrieval_engines.testing.bench import (
     Bench,
@@ -262,3 +273,36 @@ class GenerationCases(Bench):
         self.check()
         self.check_reopened()
         assert [generation.number for generation in self.store.generations()] == [third.number]
+
+    def test_notes(self) -> None:
+        """A note is kept with its generation: by snapshots too, and until it is dropped."""
+        self.create(5)
+        if type(self.store).set_note is Store.set_note:
+            raise unittest.SkipTest("The store keeps no notes.")
+        (first,) = self.store.generations()
+        assert self.store.note(first, CALIBRATION) is None
+        content = bytes(range(256)) * 2000
+        self.store.set_note(first, CALIBRATION, b"earlier")
+        self.store.set_note(first, CALIBRATION, content)
+        self.store.set_note(first, "other", b"")
+        self.reopen()
+        assert self.store.note(first, CALIBRATION) == content
+        assert self.store.note(first, "other") == b""
+        self.store.snapshot(self.copy)
+        with open_index(self.copy, threads=1) as copy:
+            assert copy.store.note(copy.generation, CALIBRATION) == content
+        second = self.begin()
+        assert self.store.note(second, CALIBRATION) is None
+        expected = dict(self.items)
+        self.fill(second, expected)
+        self.switch(second, self.other, expected)
+        assert self.store.note(first, CALIBRATION) == content
+        self.store.drop(first)
+        with refused(StoreError):
+            self.store.note(first, CALIBRATION)
+        with refused(StoreError):
+            self.store.set_note(first, CALIBRATION, content)
+        self.check_reopened()
+        self.store.close()
+        with refused(StoreError, saying="closed"):
+            self.store.note(second, CALIBRATION)
