@@ -508,18 +508,16 @@ def compact_command(path: IndexPlace, as_json: bool) -> None:
 @FILTER
 @JSON
 def duplicates_command(path: IndexPlace, within: float, filter: str | None, as_json: bool) -> None:
-    """List groups of items of INDEX that are near one another, directly or through others."""
+    """List groups of items of INDEX that are near the first item of their group."""
     with opened_index(path) as opened:
         groups = opened.duplicates(within, filter=filter)
     rows = []
     lines = []
     for group in groups:
-        rows.append({"ids": group.ids, "largest": group.largest, "widest": group.widest})
-        chain = ""
-        if group.widest > within:
-            chain = f", in a chain up to {group.widest:.4f} apart"
+        rows.append({"ids": group.ids, "radius": group.radius, "diameter": group.diameter})
         ids = "  ".join(map(one_line, group.ids))
-        lines.append(f"{len(group.ids)} items within {group.largest:.4f}{chain}: {ids}")
+        about = f"{len(group.ids)} items within {group.radius:.4f} of the first"
+        lines.append(f"{about}, diameter {group.diameter:.4f}: {ids}")
     tell(path, as_json, *lines, groups=rows)
     if as_json:
         return

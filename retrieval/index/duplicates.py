@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 _PAGE_ITEMS = 256
 # The number of neighbours to request for an item. If all of them are duplicates, four times as many
-# are requested, and so on up to the maximum, which does not count the item's exact copies.
+# are requested, and so on.
 _FIRST_NEIGHBOURS = 8
+# An item with more neighbours than this, its exact copies aside, counts as one with this many.
 _MAX_NEIGHBOURS = 1024
+# Number of representatives whose groups are searched at a time; the groups may be large.
+_GROUPS = 16
+# Number of different items of a group that are compared with all others of it.
 _MAX_COMPARED = 1000
-"""Number of different items of a group that are compared with all others of it."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +37,15 @@ class Duplicates:
     """A group of near-duplicates; see `Index.duplicates`.
 
     Attributes:
-        ids: ids of the items, sorted.
-        largest: largest distance between two neighbours in the group.
-        widest: largest distance between two of its items, more than `within` if only a chain of
-            neighbours connects them. Of a group with over 1,000 different items, only 1,000 are
-            compared with the others.
+        ids: id of the representative, then those of the other items, sorted.
+        radius: largest distance between the representative and another item, at most `within`.
+        diameter: largest distance between two items of the group. Of a group with over 1,000
+            different items, only 1,000 are compared with the others.
     """
 
     ids: tuple[str, ...]
-    largest: float
-    widest: float
+    radius: float
+    diameter: float
 
     __repr__ = short_repr
 
@@ -53,11 +55,16 @@ def duplicates(
 ) -> list[Duplicates]:
     """Return groups of near-duplicates, the largest group first.
 
-    Two items are neighbours if their distance is at most `within`. A group holds all items that
-    a chain of neighbours connects, so two of its items may be farther apart.
+    Two items are neighbours if their distance is at most `within`. The item with the most
+    neighbours represents the first group (of several such items, the one with the smallest id;
+    1,024 neighbours count as the most), and all its neighbours belong to it. Of the items that
+    belong to no group yet, the next one in this order represents the next group, and so on. So
+    nothing in a group is farther than `within` from its representative, however many neighbours
+    lie in a chain.
 
     Args:
-        within: largest distance of two neighbours, on the scale of `Hit.distance`.
+        within: largest distance of an item and its group's representative, on the scale of
+            `Hit.distance`.
         filter: compare only items that match this filter.
         progress: see `add`.
     """
@@ -69,50 +76,60 @@ def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicat
     """Return groups of near-duplicates; see `duplicates`."""
     if not within >= 0:
         raise DataError(f"The distance of duplicates must be at least 0, not {within}.")
-    equal: dict[bytes, list[str]] = {}  # ids of items with the same arrays, by their hash
+    # Of items with the same arrays only the first, the original, is compared with others.
+    equal: dict[bytes, list[str]] = {}
     for page in _pages(index, filter):
         for item in page:
             equal.setdefault(_hash(item), []).append(item.id)
     copies = {ids[0]: ids[1:] for ids in equal.values()}
-    parent: dict[str, str] = {}  # a union-find forest of ids
-    farthest: dict[str, float] = {}  # largest distance between an item and its neighbours
+    original = {id: ids[0] for ids in equal.values() for id in ids}
 
-    def root(id: str) -> str:
-        # Each step also shortens the path, so later calls take fewer.
-        while parent.setdefault(id, id) != id:
-            parent[id] = id = parent[parent[id]]
-        return id
+    def neighbours(items: list[Item], most: int) -> list[dict[str, float]]:
+        """Return the distance of each item's near originals; its own id stands for its copies."""
+        limits = [most + len(copies[item.id]) for item in items]
+        originals = []
+        answers = _neighbours(index, items, limits, within, filter)
+        for item, answer in zip(items, answers, strict=True):
+            # An item may have been added since the originals were read.
+            near = {original[id]: distance for id, distance in answer.items() if id in original}
+            near.pop(item.id, None)
+            if copies[item.id]:
+                # A rescorer may give equal items a distance above 0.
+                to_copies = float(_distances(index.bundle, item, _stacked([item]))[0])
+                if to_copies <= within:
+                    near[item.id] = to_copies
+            originals.append(near)
+        return originals
 
+    counts: dict[str, int] = {}  # number of neighbours of each original that has any
     with Meter("comparing", index.store.count(filter), "items") as meter:
         for page in _pages(index, filter):
             items = [item for item in page if item.id in copies]
-            counts = [len(copies[item.id]) for item in items]
-            answers = _neighbours(index, items, counts, within, filter)
-            for item, (ids, distance) in zip(items, answers, strict=True):
-                if copies[item.id]:
-                    # A rescorer may give equal items a distance above 0.
-                    to_copies = float(_distances(index.bundle, item, _stacked([item]))[0])
-                    if to_copies <= within:
-                        ids += copies[item.id]
-                        distance = max(distance, to_copies)
-                farthest[item.id] = distance
-                lower = root(item.id)
-                for id in ids:
-                    if parent.get(id) != lower:
-                        # The smallest id becomes the root, in whatever order pages arrive.
-                        lower, upper = sorted((lower, root(id)))
-                        parent[upper] = lower
+            for item, near in zip(items, neighbours(items, _MAX_NEIGHBOURS), strict=True):
+                if near:
+                    count = sum(1 + len(copies[id]) for id in near) - (item.id in near)
+                    counts[item.id] = min(count, _MAX_NEIGHBOURS)
             meter.update(len(page))
-    members: dict[str, list[str]] = {}
-    for id in sorted(parent):
-        members.setdefault(root(id), []).append(id)
+    order = sorted(counts, key=lambda id: (-counts[id], id))
+    grouped: set[str] = set()
     groups = []
-    for ids in members.values():
-        if len(ids) > 1:
-            different = [id for id in ids if id in copies]
-            largest = max(farthest[id] for id in different)
-            widest = _widest(index, different, largest)
-            groups.append(Duplicates(tuple(ids), largest, widest))
+    # Neighbours are searched again rather than kept, since there may be a thousand for each item.
+    with Meter("grouping", len(order), "items") as meter:
+        for start in range(0, len(order), _GROUPS):
+            block = [id for id in order[start : start + _GROUPS] if id not in grouped]
+            # Items may have been deleted since they were counted.
+            items = [item for item in index.store.get(block, arrays=True).values() if item.arrays]
+            items.sort(key=lambda item: block.index(item.id))
+            for item, near in zip(items, neighbours(items, len(original)), strict=True):
+                free = [id for id in near if id not in grouped]
+                if item.id in grouped or not free:
+                    continue
+                radius = max(near[id] for id in free)
+                ids = {id for first in free for id in (first, *copies[first])} - {item.id}
+                grouped.update(free, [item.id])
+                diameter = _diameter(index, [item.id, *free], radius)
+                groups.append(Duplicates((item.id, *sorted(ids)), radius, diameter))
+            meter.update(len(order[start : start + _GROUPS]))
     return sorted(groups, key=lambda group: (-len(group.ids), group.ids))
 
 
@@ -125,16 +142,16 @@ def _hash(item: Item) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _widest(index: Index, ids: Sequence[str], largest: float) -> float:
-    """Return the largest distance between items; `largest` is that between neighbours."""
+def _diameter(index: Index, ids: Sequence[str], radius: float) -> float:
+    """Return the largest distance between items; `radius` is that to their representative."""
     # Items may have been deleted since their neighbours were measured.
     items = [item for item in index.store.get(ids, arrays=True).values() if item.arrays]
     if len(items) <= 2:
-        return largest
+        return radius
     arrays = _stacked(items)
     step = -(-len(items) // _MAX_COMPARED)
     return max(
-        largest, *(float(_distances(index.bundle, item, arrays).max()) for item in items[::step])
+        radius, *(float(_distances(index.bundle, item, arrays).max()) for item in items[::step])
     )
 
 
@@ -152,14 +169,14 @@ def _distances(bundle: Bundle, query: Item, arrays: Mapping[str, Floats]) -> Dis
 
 
 def _neighbours(
-    index: Index, items: Sequence[Item], copies: Sequence[int], within: float, filter: Filter | None
-) -> list[tuple[list[str], float]]:
-    """Return the ids of each item's neighbours within a distance, and the largest distance of them.
+    index: Index, items: Sequence[Item], limits: Sequence[int], within: float, filter: Filter | None
+) -> list[dict[str, float]]:
+    """Return the distance of each item's neighbours within a distance, by id.
 
-    `copies` is the number of exact copies of each item.
+    `limits` is the number of neighbours of each item after which the search for more ends.
     """
     bundle = index.bundle
-    neighbours: list[tuple[list[str], float]] = [([], 0.0) for _ in items]
+    neighbours: list[dict[str, float]] = [{} for _ in items]
     rows = list(range(len(items)))  # the items to search for
     count = _FIRST_NEIGHBOURS
     while rows:
@@ -167,18 +184,15 @@ def _neighbours(
         answers = index.store.propose(queries, count, bundle.sha256, filter=filter)
         unfinished = []
         for row, group in zip(rows, answers, strict=True):
-            item = items[row]
             size = len(group.items)
             distances = group.distances
             if distances is None or not bundle.compares_vectors_alone:
-                distances = _distances(bundle, item, group.arrays)
+                distances = _distances(bundle, items[row], group.arrays)
             near = np.flatnonzero(distances <= within).tolist()
-            if len(near) == size and count <= size < _MAX_NEIGHBOURS + copies[row]:
+            if len(near) == size and count <= size <= limits[row]:
                 unfinished.append(row)  # the item may have more neighbours
                 continue
-            positions = [position for position in near if group.items[position].id != item.id]
-            ids = [group.items[position].id for position in positions]
-            neighbours[row] = ids, float(distances[positions].max(initial=0))
+            neighbours[row] = {group.items[n].id: float(distances[n]) for n in near}
         rows = unfinished
         count = 4 * count
     return neighbours

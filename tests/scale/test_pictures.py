@@ -12,8 +12,6 @@ from retrieval.data.loading import RawInputs
 from retrieval.index import write_embeddings
 from retrieval.index.write_embeddings import embed_sources
 from retrieval.training.train import train
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from retrieval_lab import near_duplicates
 from retrieval_lab.report import measured, write
@@ -169,12 +167,17 @@ def test_pictures_are_embedded_in_parts_and_duplicates_are_those_of_all_pairs(
         ]
         first, second = map(np.concatenate, zip(*near, strict=True))
         exact = np.linalg.norm(table[first] - table[second], axis=1) <= within
-        graph = coo_array((exact[exact], (first[exact], second[exact])), (COUNT, COUNT))
-        count, group = connected_components(graph)
-        expected = {
-            tuple(ids[row] for row in np.flatnonzero(group == number))
-            for number in np.flatnonzero(np.bincount(group, minlength=count) > 1)
-        }
+        near = {row: [] for row in range(COUNT)}
+        for row, other in zip(first[exact].tolist(), second[exact].tolist(), strict=True):
+            if row != other:
+                near[row].append(other)
+        free = set(range(COUNT))
+        expected = set()
+        for row in sorted(range(COUNT), key=lambda row: (-len(near[row]), row)):
+            group = [row, *(other for other in near[row] if other in free)]
+            if row in free and len(group) > 1:
+                free -= set(group)
+                expected.add(tuple(ids[member] for member in group))
         groups = index.duplicates(within, progress=False)
     assert {duplicates.ids for duplicates in groups} == expected
     assert len(expected) > 50

@@ -232,13 +232,13 @@ def test_new_labels_that_meet_a_migration_keep_the_new_vectors(album, index, tmp
 
 def test_duplicates_that_vanish_while_they_are_compared(index, monkeypatch):
     (group,) = index.duplicates(2, progress=False)
-    genuine = duplicates_module._widest
+    genuine = duplicates_module._diameter
 
     def interrupted(index, ids, largest):
         index.delete(ids)
         return genuine(index, ids, largest)
 
-    monkeypatch.setattr(duplicates_module, "_widest", interrupted)
+    monkeypatch.setattr(duplicates_module, "_diameter", interrupted)
     (vanished,) = index.duplicates(2, progress=False)
     assert vanished.ids == group.ids == ("a.bmp", "b.bmp", "c.bmp")
-    assert vanished.widest == vanished.largest == group.largest and not len(index)
+    assert vanished.diameter == vanished.radius == group.radius and not len(index)

@@ -192,23 +192,30 @@ def test_duplicates_are_all_found(digits):
     assert [group.ids for group in groups] == [
         (f"{n:04}", f"{n:04}-again", f"{n:04}-apart") for n in range(20)
     ]
-    assert all(group.largest == pytest.approx(1e-3, rel=1e-3) for group in groups)
+    assert all(group.radius == pytest.approx(1e-3, rel=1e-3) for group in groups)
     exact = index.duplicates(0, progress=False)
     assert [group.ids for group in exact] == [(f"{n:04}", f"{n:04}-again") for n in range(20)]
     only = index.duplicates(limit, filter="label = '3'", progress=False)
     assert len(only) == 2 and all(group.ids[0] in ("0003", "0013") for group in only)
 
 
-def test_chains_join_and_many_equal_ones_are_one_group(digits):
+def test_a_chain_is_many_groups_and_many_equal_ones_are_one(digits):
     index, vectors = digits
     chain = np.repeat(10 + vectors[:1], 60, axis=0)
     chain[:, 0] += np.arange(60) * 0.01
     index.upsert([Item(f"chain-{n:02}", arrays={"vector": chain[n]}) for n in range(60)])
     index.upsert([Item(f"equal-{n:02}", arrays={"vector": vectors[0] - 10}) for n in range(40)])
     groups = {group.ids[0]: group for group in index.duplicates(0.0101, progress=False)}
-    chained, equal = groups["chain-00"], groups["equal-00"]
-    assert len(chained.ids) == 60 and chained.largest == pytest.approx(0.01, rel=1e-3)
-    assert len(equal.ids) == 40 and equal.largest == 0
+    # All but the ends have two neighbours, so the smallest ids represent the groups.
+    first = groups.pop("chain-01")
+    assert first.ids == ("chain-01", "chain-00", "chain-02")
+    assert first.radius == pytest.approx(0.01, rel=1e-3)
+    assert first.diameter == pytest.approx(0.02, rel=1e-3)
+    for n in range(3, 59, 2):
+        assert groups.pop(f"chain-{n:02}").ids[1:] == (f"chain-{n + 1:02}",)
+    equal = groups.pop("equal-00")
+    assert len(equal.ids) == 40 and equal.radius == equal.diameter == 0
+    assert not any(id.startswith("chain") for group in groups.values() for id in group.ids)
 
 
 def test_a_rescorer_gets_the_same_candidates_from_every_store(tmp_path, monkeypatch):

@@ -1,9 +1,8 @@
 """Equal vectors, such as thousands of "no photo": the others are found as well as without them."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
+from retrieval.index import duplicates
 from retrieval.index.index import open_index
 from retrieval.store.contract import Item, widths_of
 from retrieval.store.faiss_backends import Cagra, Hnsw, originals_of
@@ -119,29 +118,30 @@ def test_an_index_finds_copies_whose_original_is_deleted(tmp_path, bundle):
         assert len(answer.items) == 8
 
 
-def by_brute_force(vectors, within):
-    """Groups, each with its largest distance of neighbours and of all pairs, by plain loops."""
-    groups = {n: {n} for n in range(len(vectors))}
-    distance = {
-        pair: float(np.linalg.norm(vectors[pair[0]].astype(np.float64) - vectors[pair[1]]))
-        for pair in combinations(range(len(vectors)), 2)
+def by_brute_force(vectors, within, most):
+    """Ids, radius and diameter of each group, by plain loops over all pairs."""
+    distance = np.array(
+        [[float(np.linalg.norm(a.astype(np.float64) - b)) for b in vectors] for a in vectors]
+    )
+    near = {
+        a: [b for b in range(len(vectors)) if distance[a, b] <= within] for a in range(len(vectors))
     }
-    for (a, b), length in distance.items():
-        if length <= within and groups[a] is not groups[b]:
-            groups[a] |= groups[b]
-            for n in groups[b]:
-                groups[n] = groups[a]
-    answer = {}
-    for group in groups.values():
-        lengths = [distance[pair] for pair in combinations(sorted(group), 2)]
-        if lengths:
-            ids = tuple(sorted(f"{n:03}" for n in group))
-            answer[ids] = max(x for x in lengths if x <= within), max(lengths)
-    return answer
+    free = set(near)
+    answer = []
+    for first in sorted(near, key=lambda a: (-min(len(near[a]) - 1, most), a)):
+        group = [first, *(b for b in near[first] if b in free and b != first)]
+        if first in free and len(group) > 1:
+            free -= set(group)
+            ids = tuple(f"{n:03}" for n in group)
+            answer.append((ids, distance[first, group].max(), distance[np.ix_(group, group)].max()))
+    return sorted(answer, key=lambda group: (-len(group[0]), group[0]))
 
 
-@pytest.mark.parametrize("within", [0.0, 0.3, 0.8])
-def test_duplicates_equal_brute_force(tmp_path, bundle, within):
+@pytest.mark.parametrize(("within", "most"), [(0.0, 1024), (0.3, 1024), (0.8, 1024), (0.8, 4)])
+def test_duplicates_equal_brute_force(tmp_path, bundle, within, most, monkeypatch):
+    monkeypatch.setattr(duplicates, "_FIRST_NEIGHBOURS", 2)
+    monkeypatch.setattr(duplicates, "_MAX_NEIGHBOURS", most)
+    monkeypatch.setattr(duplicates, "_GROUPS", 3)
     rng = np.random.default_rng(4)
     vectors = rng.normal(size=(60, 16)).astype(np.float32)
     vectors[:12] = vectors[0] + rng.normal(size=(12, 16)).astype(np.float32) / 8  # a cloud
@@ -153,10 +153,12 @@ def test_duplicates_equal_brute_force(tmp_path, bundle, within):
     with open_index(tmp_path / "i", threads=1) as index:
         index.upsert([Item(f"{n:03}", arrays={"vector": row}) for n, row in enumerate(vectors)])
         groups = index.duplicates(within, progress=False)
-    expected = by_brute_force(vectors, within)
-    assert {group.ids for group in groups} == set(expected)
-    for group in groups:
-        np.testing.assert_allclose((group.largest, group.widest), expected[group.ids], atol=1e-9)
+    expected = by_brute_force(vectors, within, most)
+    assert [group.ids for group in groups] == [ids for ids, _, _ in expected]
+    assert len(groups) > 1
+    for group, (_, radius, diameter) in zip(groups, expected, strict=True):
+        assert group.radius <= within
+        np.testing.assert_allclose((group.radius, group.diameter), (radius, diameter), atol=1e-9)
 
 
 def test_two_crowds_of_copies_that_are_neighbours_are_one_group(tmp_path, bundle):
@@ -168,5 +170,5 @@ def test_two_crowds_of_copies_that_are_neighbours_are_one_group(tmp_path, bundle
         index.upsert([Item(f"{n:04}", arrays={"vector": row}) for n, row in enumerate(vectors)])
         (group,) = index.duplicates(0.11, progress=False)
         assert len(group.ids) == 4_400
-        assert group.largest == pytest.approx(0.1)
+        assert group.radius == group.diameter == pytest.approx(0.1)
         assert [len(group.ids) for group in index.duplicates(0.09, progress=False)] == [2_200] * 2
