@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval_server.responses import (
         AddAnswer as AddAnswer,
         BatchAnswer as BatchAnswer,
+        EncodeAnswer as EncodeAnswer,
         Hit as Hit,
         IndexAnswer as IndexAnswer,
         ItemAnswer as ItemAnswer,

@@ -12,7 +12,7 @@ from retrieval_server.problems import RequestError
 from retrieval_server.settings import HEALTH, ROLES, Role, Settings
 
 _KEYLESS = re.compile(r"/|/page(?:-part|-edit)?\.(?:css|js)|/livez|/readyz|/v1/openapi\.json")
-_SEARCHES = re.compile(r"/v1(?:/indexes/[^/]+)?/search(?:/batch)?")
+_READS = re.compile(r"/v1(?:/indexes/[^/]+)?/(?:search(?:/batch)?|encode|embeddings)")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
 _CLOSE = {"Connection": "close"}
 # What each role permits, in words for messages.
@@ -37,7 +37,7 @@ def needed_role(method: str, path: str, keyed: bool) -> Role:
         return "read"
     if _ADMIN.fullmatch(path):
         return "admin"
-    if method in ("GET", "HEAD") or (method == "POST" and _SEARCHES.fullmatch(path)):
+    if method in ("GET", "HEAD") or (method == "POST" and _READS.fullmatch(path)):
         return "read"
     return "write"
 

@@ -142,9 +142,16 @@ _ADD = {
     _JSON: _ref(request_bodies.ItemsBody),
 }
 _DELETE = {_JSON: _ref(request_bodies.DeleteBody)}
+_ENCODE = {
+    _FORM: _form("image", image=_SEVERAL),
+    **dict.fromkeys(("application/octet-stream", "image/*"), _BINARY),
+}
+_EMBEDDINGS = {_JSON: _ref(request_bodies.EmbeddingsBody)}
 OPERATIONS = (
     Operation("post", "/search", "search", responses.SearchAnswer, _OPTIONS, _SEARCH),
     Operation("post", "/search/batch", "search_batch", responses.BatchAnswer, {}, _BATCH),
+    Operation("post", "/encode", "encode", responses.EncodeAnswer, {}, _ENCODE),
+    Operation("post", "/embeddings", "embeddings", responses.EmbeddingsAnswer, {}, _EMBEDDINGS),
     Operation("get", "/index", "get_index", responses.IndexAnswer),
     Operation("get", "/items", "list_items", responses.Page, _LIST),
     Operation("post", "/items", "add_items", responses.AddAnswer, {}, _ADD),
@@ -170,6 +177,7 @@ def document(handlers: type) -> dict[str, Any]:
             request_bodies.ItemPatch,
             request_bodies.ItemsBody,
             request_bodies.DeleteBody,
+            request_bodies.EmbeddingsBody,
         ),
         *(request_bodies.SearchBody, request_bodies.BatchBody, responses.Problem),
         *(operation.answer for operation in OPERATIONS if operation.answer not in (None, dict)),

@@ -72,7 +72,11 @@ def problem(scope: Any, error: RequestError) -> Response:
     headers = {}
     if error.status == 503:
         headers = {"Retry-After": "1"}
-    body = problem_json(error.status, str(error), scope["retrieval.request_id"], error.members)
+    members = error.members
+    # Clients of OpenAI show this member to their users, and no other.
+    if scope["path"].endswith("/embeddings"):
+        members = {**members, "message": str(error)}
+    body = problem_json(error.status, str(error), scope["retrieval.request_id"], members)
     return Response(body, error.status, headers | error.headers, MEDIA_TYPE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
@@ -208,6 +209,19 @@ class DeleteBody(JsonBody):
     filter: Annotated[str | dict[str, Any], Field(description="text or an object")]
 
 
+class EmbeddingsBody(JsonBody):
+    """Images to encode, in the shape that clients of OpenAI send."""
+
+    input: Annotated[
+        str | Annotated[List[str], Field(min_length=1)],
+        Field(description="a data URL or a list of data URLs"),
+    ]
+    model: Annotated[str, Field(description="the name of the index or the SHA-256 of its bundle")]
+    encoding_format: Annotated[Literal["float", "base64"], Field(description="float or base64")] = (
+        "float"
+    )
+
+
 def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) -> str:
     """Return the error message for a pydantic error of type `kind` at `place` in a `model`."""
     where = ""
@@ -367,6 +381,40 @@ def _entries(body: Body, name: str, most: int) -> Any:
     return content
 
 
+def images_of(body: Body, most: int, max_bytes: int) -> list[bytes]:
+    """Return the image that a body is, or the images of a form, of which there are `most`."""
+    if body.kind == "image":
+        return [body.content]
+    images, _ = read_form(body, (), max_bytes, most)
+    return images
+
+
+def embeddings_of(body: Body, most: int, max_bytes: int) -> tuple[EmbeddingsBody, list[bytes]]:
+    """Parse a body with at most `most` images as data URLs, and decode their base64."""
+    content = EmbeddingsBody.of(loads(body.content))
+    urls = [content.input] if isinstance(content.input, str) else content.input
+    if len(urls) > most:
+        raise RequestError(400, f"The request has {len(urls):,} inputs; the limit is {most:,}.")
+    images = list[bytes]()
+    for number, url in enumerate(urls, 1):
+        # A URL such as data:image/png;base64,iVBORw0KGgo=
+        head, _, text = url.partition(",")
+        kind, _, coding = head.lower().rpartition(";")
+        try:
+            if not kind.startswith("data:image/") or coding != "base64":
+                raise ValueError
+            image = base64.b64decode(text, validate=True)
+        except ValueError:
+            raise RequestError(
+                400,
+                f"Input {number} is not an image as a data URL (data:image/png;base64,…); this"
+                " server fetches no addresses and embeds no text.",
+            ) from None
+        _check_size(image, max_bytes)
+        images.append(image)
+    return content, images
+
+
 class NewItem(NamedTuple):
     """An item to add or replace, with an image or a vector."""
 
@@ -503,9 +551,7 @@ def read_form(
         name = part.options.get(b"name", b"").decode("utf-8", "replace")
         value = part.content
         if name == "image" and b"filename" in part.options:
-            if len(value) > max_bytes:
-                sentence = f"The image has {len(value):,} bytes; the limit is {max_bytes:,}"
-                raise RequestError(413, f"{sentence} (--max-bytes).")
+            _check_size(value, max_bytes)
             if len(images) == max_images:
                 limit = "one" if max_images == 1 else f"{max_images:,} at most"
                 sentence = f'Too many files: send {limit}, in the field "image".'
@@ -530,6 +576,12 @@ def read_form(
     if not images:
         raise RequestError(400, 'The form needs a file in its field "image".')
     return images, fields
+
+
+def _check_size(image: bytes | bytearray, max_bytes: int) -> None:
+    if len(image) > max_bytes:
+        sentence = f"The image has {len(image):,} bytes; the limit is {max_bytes:,}"
+        raise RequestError(413, f"{sentence} (--max-bytes).")
 
 
 def _parts(body: Body, most: int) -> list[_Part]:

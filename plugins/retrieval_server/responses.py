@@ -67,6 +67,41 @@ class BatchAnswer:
 
 
 @dataclass(frozen=True)
+class EncodeAnswer:
+    """Vectors of images, in their order, and the SHA-256 of the bundle that encoded them.
+
+    `query_vectors` are to be searched with, if the bundle encodes queries differently from items.
+    """
+
+    vectors: tuple[tuple[float, ...], ...]
+    bundle: str
+    query_vectors: tuple[tuple[float, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Vector of one image: numbers, or in base64 the bytes of its little-endian float32 numbers."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: tuple[float, ...] | str
+
+
+@dataclass(frozen=True)
+class EmbeddingsAnswer:
+    """Vectors of images in the shape that clients of OpenAI expect.
+
+    `model` is the SHA-256 of the bundle that encoded the images; `usage` counts tokens, of which
+    images have none.
+    """
+
+    object: Literal["list"]
+    data: tuple[Embedding, ...]
+    model: str
+    usage: dict[str, int]
+
+
+@dataclass(frozen=True)
 class ItemAnswer:
     """An item with the size of its original image and, if requested, its vector.
 

@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 
 from pydantic_core import to_json
 from retrieval.base.timing import TRAIL, Trail, stage
+from retrieval.bundle.bundle import Encoded
 from retrieval.errors import DataError
 from retrieval.images.decoding import format_of
 from retrieval.index.change_log import Change
@@ -34,7 +35,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
 from retrieval_server import request_bodies
-from retrieval_server.access import Caller
+from retrieval_server.access import Caller, needed_role
 from retrieval_server.decoder_processes import Kind as PictureKind
 from retrieval_server.openapi import OPERATIONS, document
 from retrieval_server.problems import RequestError, busy, no_item
@@ -131,6 +132,66 @@ class Routes:
             if batch or body.kind == "json":
                 return _answer(await served.search(await _parsed(served, body, read), finish))
             return _answer(await served.search_image(partial(read, body), finish))
+
+    # Encoding
+
+    async def encode(self, request: Request) -> Response:
+        """Encode images into vectors; nothing is stored."""
+        served = self._served(request)
+        settings = self._settings
+        parameters_of(request)
+        served.workers.searches.require_room()
+        limits: Mapping[Kind, int] = {"form": BATCH_BYTES, "image": settings.max_bytes}
+        read = partial(request_bodies.images_of, most=settings.batch, max_bytes=settings.max_bytes)
+
+        def finish(encoded: Encoded) -> bytes:
+            content = {"vectors": encoded.vector.tolist(), "bundle": encoded.bundle}
+            if encoded.query is not encoded.vector:
+                content["query_vectors"] = encoded.query.tolist()
+            return to_json(content, inf_nan_mode="null")
+
+        async with self._body(request, limits) as body:
+            images = await _parsed(served, body, read)
+            return _answer(await served.encode(images, finish))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Encode images in the shape of OpenAI's API; nothing is stored."""
+        served = self._served(request)
+        settings = self._settings
+        parameters_of(request)
+        served.workers.searches.require_room()
+        read = partial(
+            request_bodies.embeddings_of, most=settings.batch, max_bytes=settings.max_bytes
+        )
+        async with self._body(request, {"json": JSON_BATCH_BYTES}) as body:
+            options, images = await _parsed(served, body, read)
+
+            def finish(encoded: Encoded) -> bytes:
+                if options.model not in (served.name, encoded.bundle):
+                    raise RequestError(
+                        404,
+                        f'The model of this index is "{served.name}" or "{encoded.bundle}", the'
+                        " SHA-256 of its bundle.",
+                    )
+                vectors: list[Any] = encoded.vector.tolist()
+                if options.encoding_format == "base64":
+                    vectors = [
+                        base64.b64encode(vector.astype("<f4").tobytes()).decode()
+                        for vector in encoded.vector
+                    ]
+                data = [
+                    {"object": "embedding", "index": index, "embedding": vector}
+                    for index, vector in enumerate(vectors)
+                ]
+                content = {
+                    "object": "list",
+                    "data": data,
+                    "model": encoded.bundle,
+                    "usage": {"prompt_tokens": 0, "total_tokens": 0},
+                }
+                return to_json(content, inf_nan_mode="null")
+
+            return _answer(await served.encode(images, finish))
 
     # Items
 
@@ -363,7 +424,7 @@ class Routes:
                 " moment."
             )
             # The thread of a change runs on, because a write cannot be stopped half-way.
-            if request.method not in ("GET", "HEAD") and "/search" not in request.url.path:
+            if needed_role(request.method, request.url.path, keyed=True) != "read":
                 sentence += (
                     " The change may or may not have been made; it is safe to send the request"
                     " again."

@@ -307,6 +307,22 @@ class Served:
             return True
         return failed.changed() is not None and self.take_up() is None
 
+    # Encoding
+
+    async def encode(self, images: Sequence[bytes], finish: Callable[[Encoded], bytes]) -> bytes:
+        """Encode images and return the response, which `finish` builds in a thread."""
+        # No store compares the vectors with its own and finds that another bundle is served now.
+        bundle = await self.read(Index.follow)
+        decoded = await self.workers.pixels(bundle, images)
+        pixels = np.stack([image.pixels for image in decoded])
+
+        def work() -> bytes:
+            with stage("encode", len(pixels)):
+                encoded = bundle.encode(pixels)
+            return finish(encoded)
+
+        return await self.workers.searches.run(work)
+
     # Changing
 
     async def put(self, new_items: Sequence[NewItem], change: Change) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 
 from hostile_requests import VALUES, Generator, Request, named
@@ -73,6 +74,7 @@ class WritingGenerator(Generator):
             (4, self._put_json),
             (3, self._several),
             (3, self._batch),
+            (2, self._encode),
             (2, self._delete),
             (2, self._list),
             (0.05, self._snapshot),
@@ -198,6 +200,34 @@ class WritingGenerator(Generator):
             "explain": True,
         }
         return Request("batch", named("POST", path, post(json.dumps(reply).encode())))
+
+    def _encode(self, chance: random.Random) -> Request:
+        sound = b"data:image/png;base64," + b64encode(self.sound)
+        hostile = b64encode(chance.choice(self._images)[1][:300_000])
+        urls = [
+            *(sound, b"data:image/jpeg;base64," + hostile, b"data:image/png;base64"),
+            *(b"data:,", b"data:" + b";" * 50_000 + b",", sound[:-3], sound + b"=" * 10_000),
+            *(sound.replace(b"base64", b"base64;base64"), b"%64ata:image/png;base64,AA==", b""),
+            *(b"http://127.0.0.1/", b"file:///etc/passwd", b"A" * 500_000, b"\\ud800", b"\\u0000"),
+        ]
+        if chance.random() < 0.2:
+            url = b"data:image/png;base64," + b"A" * chance.choice(
+                [3_999_996, 11_999_997, 17_000_000]
+            )
+            body = b'{"model": "open", "input": "' + url + b'"}'
+        else:
+            many = chance.choice([1, 3, 100, 101, 50_000])
+            texts = [sound] * many if many > 3 else [chance.choice(urls) for _ in range(many)]
+            listed = b", ".join(b'"' + text + b'"' for text in texts)
+            nested = chance.choice([0] * 5 + [1, 60, 5000])
+            body = b'{"input": [' + b"[" * nested + listed + b"]" * nested + b'], "model": "open"'
+            form_ = chance.choice([b"base64", b"float", b"x" * 10_000])
+            body += b', "encoding_format": "' + form_ + b'"}'
+        if chance.random() < 0.2:
+            images = [chance.choice(self._images)[1][:500_000]] * chance.choice([1, 101])
+            body = _parts(images) + b"--b--\r\n"
+            return Request("encode", named("POST", "/v1/encode", post(body, FORM)))
+        return Request("encode", named("POST", "/v1/embeddings", post(body)))
 
     def _delete(self, chance: random.Random) -> Request:
         ids = [[f"item/{chance.randrange(_NAMES)}"], ["x"] * 10_001, [], [""], ["\ud800"]]

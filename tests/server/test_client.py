@@ -79,6 +79,10 @@ def test_every_method_of_a_client(served, empty, photos, tmp_path):
         assert [hits[0].id for hits in batch.answers] == IDS[:3]
         assert list(map(len, client.search_batch(ids=IDS[:2], k=2).answers)) == [2, 2]
         with open_index(empty, threads=1) as local:
+            encoded = client.encode(paths[1], Image.open(paths[2]))
+            expected = [local.vector(id) for id in IDS[1:3]]
+            np.testing.assert_allclose(encoded.vectors, expected, rtol=1e-5, atol=1e-6)
+            assert (encoded.bundle, encoded.query_vectors) == (local.bundle.sha256, None)
             assert repr(batch.answers[0]) == repr(local.search(paths[0], k=1))
             assert batch.answers[0]._repr_html_().count("<tr>") == 2
         assert len(client.search_batch(vectors=[vector], k=1).answers) == 1
@@ -141,6 +145,7 @@ def test_invalid_arguments_are_refused_before_a_request(tmp_path):
             (lambda: client.search(vector=[float("nan")]), "JSON"),
             (lambda: client.search(id="\ud800"), "surrogate"),
             (lambda: client.search_batch(), "of images, of vectors or of ids"),
+            (lambda: client.encode(), "one image"),
             (lambda: client.put("", b"x"), "one character"),
             (lambda: client.put("a", b"x", vector=[1.0]), "not both"),
             (lambda: client.put("a", b"x", metadata={"a": object()}), "type object"),

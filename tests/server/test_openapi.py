@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from base64 import b64encode
 
 import pytest
 
@@ -80,6 +81,12 @@ def test_responses_match_the_document(served, living, photos):
         own("/search?explain=true", "POST", content=image, headers={"Content-Type": "image/png"})
         own("/search", "POST", json={}, status=400)
         own("/search/batch", "POST", json={"queries": [{"id": "c"}], "explain": True})
+        own("/encode", "POST", files=[("image", image)] * 2)
+        data_url = f"data:image/png;base64,{b64encode(image).decode()}"
+        for form in ("float", "base64"):
+            body = {"input": [data_url], "model": "i", "encoding_format": form}
+            own("/embeddings", "POST", json=body)
+        own("/embeddings", "POST", json={"input": "http://x/y.png", "model": "i"}, status=400)
         own("/index")
         own("/items?limit=3")
         own("/items", "POST", json={"items": [{"id": "d", "vector": vector}]})

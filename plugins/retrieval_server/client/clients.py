@@ -123,6 +123,13 @@ class AsyncClient(Sender):
             content = json_of({"queries": queries or named, **options})
         return await self._send("POST", "/search/batch", responses.BatchAnswer, **content)
 
+    async def encode(self, *images: Image) -> responses.EncodeAnswer:
+        """Return the vectors of images as the index's bundle encodes them; nothing is stored."""
+        if not images:
+            raise DataError("Pass at least one image.")
+        content = await form_of(images, {})
+        return await self._send("POST", "/encode", responses.EncodeAnswer, **content)
+
     async def put(
         self,
         id: str,
@@ -329,6 +336,7 @@ class Client:
 
     search = _blocking(AsyncClient.search)
     search_batch = _blocking(AsyncClient.search_batch)
+    encode = _blocking(AsyncClient.encode)
     put = _blocking(AsyncClient.put)
     patch = _blocking(AsyncClient.patch)
     add = _blocking(AsyncClient.add)
