@@ -95,7 +95,7 @@ def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicat
             near.pop(item.id, None)
             if copies[item.id]:
                 # A rescorer may give equal items a distance above 0.
-                to_copies = float(_distances(index.bundle, item, _stacked([item]))[0])
+                to_copies = float(item_distances(index.bundle, item, stacked_arrays([item]))[0])
                 if to_copies <= within:
                     near[item.id] = to_copies
             originals.append(near)
@@ -148,19 +148,19 @@ def _diameter(index: Index, ids: Sequence[str], radius: float) -> float:
     items = [item for item in index.store.get(ids, arrays=True).values() if item.arrays]
     if len(items) <= 2:
         return radius
-    arrays = _stacked(items)
+    arrays = stacked_arrays(items)
     step = -(-len(items) // _MAX_COMPARED)
     return max(
-        radius, *(float(_distances(index.bundle, item, arrays).max()) for item in items[::step])
+        radius, *(float(item_distances(index.bundle, item, arrays).max()) for item in items[::step])
     )
 
 
-def _stacked(items: Sequence[Item]) -> dict[str, Floats]:
+def stacked_arrays(items: Sequence[Item]) -> dict[str, Floats]:
     """Return the arrays (n, width) of items by name."""
     return {name: np.stack([item.arrays[name] for item in items]) for name in items[0].arrays}
 
 
-def _distances(bundle: Bundle, query: Item, arrays: Mapping[str, Floats]) -> Distances:
+def item_distances(bundle: Bundle, query: Item, arrays: Mapping[str, Floats]) -> Distances:
     """Return the distances (n,) between an item and others, of which `arrays` are the arrays."""
     vectors = arrays[VECTOR]
     codes = arrays.get(CODE)
@@ -187,7 +187,7 @@ def _neighbours(
             size = len(group.items)
             distances = group.distances
             if distances is None or not bundle.compares_vectors_alone:
-                distances = _distances(bundle, items[row], group.arrays)
+                distances = item_distances(bundle, items[row], group.arrays)
             near = np.flatnonzero(distances <= within).tolist()
             if len(near) == size and count <= size <= limits[row]:
                 unfinished.append(row)  # the item may have more neighbours

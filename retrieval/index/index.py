@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self, Unpack, overload
 
 import numpy as np
 from PIL.Image import Image
@@ -19,13 +19,14 @@ from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import Added, Options, Summary, add_images, add_sources
+from retrieval.index.answering import answer
 from retrieval.index.creating import create_and_open
 from retrieval.index.duplicates import duplicates
 from retrieval.index.migrating import migrate, rollback
-from retrieval.index.queries_and_hits import Hits, encode_queries, ranked
+from retrieval.index.queries_and_hits import Hits
+from retrieval.index.query import Query, QueryOptions, plain_query, query_of
 from retrieval.store.address import Address, IndexPlace, folder_of, place_of
 from retrieval.store.contract import (
-    MARGIN,
     Generation,
     Item,
     Keep,
@@ -38,7 +39,6 @@ from retrieval.store.find_store import store_place
 from retrieval.store.items import served_of
 
 _MAX_ATTEMPTS = 5  # of a search that a change of the served bundle interrupts
-_QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances
 
 
 class NoSuchItem(DataError, KeyError):
@@ -193,27 +193,18 @@ class Index:
     @overload
     def search(
         self,
-        queries: StrPath | bytes | Image,
+        queries: StrPath | bytes | Image | None = None,
         k: int = 10,
-        *,
-        candidates: int | None = None,
-        filter: FilterLike = None,
+        **options: Unpack[QueryOptions],
     ) -> Hits: ...
     @overload
     def search(
-        self,
-        queries: Encoded | list[Any],
-        k: int = 10,
-        *,
-        candidates: int | None = None,
-        filter: FilterLike = None,
+        self, queries: Encoded | list[Any], k: int = 10, **options: Unpack[QueryOptions]
     ) -> list[Hits]: ...
     @overload
+    def search(self, queries: Any, k: int = 10, **options: Unpack[QueryOptions]) -> list[Any]: ...
     def search(
-        self, queries: Any, k: int = 10, *, candidates: int | None = None, filter: FilterLike = None
-    ) -> list[Any]: ...
-    def search(
-        self, queries: Any, k: int = 10, *, candidates: int | None = None, filter: FilterLike = None
+        self, queries: Any = None, k: int = 10, **options: Unpack[QueryOptions]
     ) -> list[Any]:
         """Return the nearest items of a query, nearest first; ties are ordered by id.
 
@@ -232,57 +223,52 @@ class Index:
 
                 Several queries return a list with one list of hits per query: a list of images or
                 of vectors, an array (N, F) or (N, P), or `Encoded` from the bundle's `encode`.
+                `None` searches for what `like` names.
             k: number of hits; fewer if the index has fewer items.
             candidates: number of candidates per sub-space that are rescored. Defaults to the number
                 that the bundle defines.
             filter: search only items that match this filter: text such as
                 `price < 20 and label in ('shoe', 'boot')`, or JSON. See
                 `retrieval.store.filters`.
+            like: one or more items or pictures that hits should resemble as they do the query. Text
+                is the id of an item or else the path of a picture. Items named here or in `dislike`
+                are no hits.
+            dislike: the same of what hits should not resemble; see
+                `retrieval.index.answering.rocchio`.
+            group_by: a field such as `label` or `maker.country`: `k` counts its values, and the
+                hits of one value follow one another. The value with the nearest hit comes first.
+                Items without a value, or with a list or an object, are no hits.
+            group_size: largest number of hits per value of `group_by`.
+            max_distance: largest distance of a hit.
+            offset: number of hits (with `group_by`, of values) to skip.
+            diversity: above 0, choose among the `max(100, 2 (offset + k))` nearest hits those that
+                also differ from one another: 1 looks at nothing else. See
+                `retrieval.index.answering`.
+            facets: fields whose values are counted among the hits; see `Hits.facets`.
 
         Raises:
             DataError: an image cannot be decoded; a vector has another width or holds NaN; a list
-                mixes images and vectors; k is below 1; or the bundle has a rescorer, which compares
-                codes, and a query is a vector, which has no code. For a list, the message names the
-                item.
+                mixes images and vectors; an option has no such value; or the bundle has a rescorer,
+                which compares codes, and a query is a vector, which has no code. For a list, the
+                message names the item.
             StoreError: the index is closed.
         """
-        k = at_least_one("k", k)
-        if candidates is not None:
-            candidates = at_least_one("The number of candidates", candidates)
+        if options:
+            query = query_of(k, **options)
+        else:
+            query = plain_query(at_least_one("k", k))
+        return self.answer(queries, query)
+
+    def answer(self, queries: Any, query: Query) -> list[Any]:
+        """Return what `search` does, for options that are one object."""
         if self._closed:  # before the queries are encoded
             raise StoreError(
                 f"The index {self.path} was closed. Open it again with retrieval.Index.open."
             )
-        if filter is not None:
-            filter = as_filter(filter)
         attempts = 0
         while True:
-            bundle = self.bundle
-            vectors, codes, is_single = encode_queries(bundle, queries)
-            count = k
-            # If the bundle's distance is not the store's, their orders may differ: request more.
-            if not bundle.compares_vectors_alone:
-                count += MARGIN
-            rescorer = bundle.manifest.rescorer
-            if candidates is not None:
-                count = max(count, candidates)
-            elif rescorer is not None:
-                count = max(count, rescorer.candidates)
-            hits: list[Hits] = []
             try:
-                for start in range(0, len(vectors), _QUERIES_PER_BLOCK):
-                    block = vectors[start : start + _QUERIES_PER_BLOCK]
-                    proposed = self.store.propose(block, count, bundle.sha256, filter=filter)
-                    for row, group in enumerate(proposed, start):
-                        if codes is None:
-                            code = None
-                        else:
-                            code = codes[row]
-                        nearest = ranked(bundle, vectors[row], code, group, k, count)
-                        hits.append(Hits(nearest, self.store.original))
-                if is_single:
-                    return hits[0]
-                return hits
+                return answer(self, queries, query)
             # The vectors of two bundles cannot be compared, so the queries are encoded once more.
             except Superseded:
                 attempts += 1

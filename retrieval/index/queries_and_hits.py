@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,7 +27,7 @@ from retrieval.store.contract import CODE, VECTOR, Candidates, Item, Superseded
 PICTURE_PIXELS = 96
 """Longer side of a picture in a notebook's table, in pixels."""
 
-Query: TypeAlias = "ImageLike | Sequence[float]"
+QueryLike: TypeAlias = "ImageLike | Sequence[float]"
 """One query: an image, a vector, or a list of numbers."""
 
 _CONTAINERS = (dict, list)
@@ -66,11 +67,17 @@ class Hits(list[Hit]):
     They print as a table; in a notebook, the table has pictures. Pickled hits lose the function
     `original`, and show only pictures that are still at their path.
 
+    Attributes:
+        facets: values of fields among the hits, as pairs (value, number of hits) by field; the most
+            frequent first. Empty unless the search asked for `facets`.
+
     Args:
         hits: the hits.
         original: function that takes an item's id, and returns the bytes that the index keeps of
             its original, or `None`.
     """
+
+    facets: Mapping[str, list[tuple[Any, int]]] = MappingProxyType({})
 
     def __init__(
         self, hits: Iterable[Hit] = (), original: Callable[[str], bytes | None] | None = None
@@ -79,7 +86,7 @@ class Hits(list[Hit]):
         self._original = original
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_original": None}  # the open store cannot be pickled
+        return {**self.__dict__, "_original": None}  # the open store cannot be pickled
 
     def __repr__(self) -> str:
         return text_table(self)
@@ -113,7 +120,7 @@ class Hits(list[Hit]):
 
 
 def encode_queries(
-    bundle: Bundle, queries: Encoded | Query | Sequence[Query] | Array
+    bundle: Bundle, queries: Encoded | QueryLike | Sequence[QueryLike] | Array
 ) -> tuple[Floats32, Floats32 | None, bool]:
     """Return the vectors (Q, P) and codes (Q, C) of queries, and whether a single one was passed.
 
@@ -167,7 +174,7 @@ def encode_queries(
 
 
 def _encoded(
-    bundle: Bundle, queries: Encoded | Query | Sequence[Query] | Array
+    bundle: Bundle, queries: Encoded | QueryLike | Sequence[QueryLike] | Array
 ) -> tuple[Encoded | Array, bool]:
     """Return queries, encoded or as vectors (Q, P), and whether a single query was passed."""
     if isinstance(queries, Encoded):

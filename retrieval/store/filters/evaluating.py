@@ -43,7 +43,7 @@ _JOIN: dict[Joint, Callable[[list[bool]], bool]] = {
     "or": any,
     "not": lambda parts: not parts[0],
 }
-_ABSENT = object()
+ABSENT = object()
 
 
 def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, Any]) -> bool:
@@ -53,9 +53,9 @@ def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, A
     """
 
     def holds(condition: Condition) -> bool:
-        value = _find(condition.field, id, label, metadata)
-        if value is _ABSENT or isinstance(condition, Exists):
-            return value is not _ABSENT
+        value = value_of(condition.field, id, label, metadata)
+        if value is ABSENT or isinstance(condition, Exists):
+            return value is not ABSENT
         if isinstance(value, list | tuple):
             elements = value
         else:
@@ -71,14 +71,14 @@ def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, A
     return fold(filter, holds, lambda joint, parts: _JOIN[joint](parts))
 
 
-def _find(field: Field, id: str, label: str | None, metadata: Mapping[str, Any]) -> Any:
-    """Return the value of a field, or `_ABSENT`."""
+def value_of(field: Field, id: str, label: str | None, metadata: Mapping[str, Any]) -> Any:
+    """Return the value of a field, or `ABSENT`."""
     if isinstance(field, str):
-        return id if field == "id" else _ABSENT if label is None else label
+        return id if field == "id" else ABSENT if label is None else label
     value: Any = metadata
     for name in field:
         if not isinstance(value, Mapping) or name not in value:
-            return _ABSENT
+            return ABSENT
         value = value[name]
     return value
 

@@ -449,8 +449,8 @@ def _from_entry(key: object, value: object, where: str) -> Filter:
     if key == "exists":
         if not isinstance(value, str):
             raise DataError(f'{where}: "exists" takes the name of a field, not {_shown(value)}.')
-        return Exists(_parsed_field(value))
-    field = _parsed_field(key)
+        return Exists(parse_field(value))
+    field = parse_field(key)
     if isinstance(value, list | tuple) or value == {}:
         raise DataError(
             f"{where}: {_shown(key)} takes a value, or an object such as"
@@ -464,8 +464,13 @@ def _from_entry(key: object, value: object, where: str) -> Filter:
         raise DataError(f"The filter, at {_shown(key)}: {fault}") from None
 
 
-def _parsed_field(text: str) -> Field:
-    if len(text) > MOST_CHARACTERS or not _FIELD.fullmatch(text):
+def parse_field(text: str) -> Field:
+    """Return the field of its text, such as `label`, `maker.country` or `"a.b"`.
+
+    Raises:
+        DataError: the text is not a field.
+    """
+    if not isinstance(text, str) or len(text) > MOST_CHARACTERS or not _FIELD.fullmatch(text):
         raise DataError(
             f"{_shown(text)} is not a field. Join names by dots, and put a name that has a dot in"
             " double quotes."

@@ -1,0 +1,324 @@
+"""Answer a query: its nearest items, chosen by groups, likes, distance and diversity.
+
+A store proposes the nearest items and knows nothing else. If an option leaves too few of them, the
+store is asked for more, until the answer is the one that all items would give.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from retrieval.base.arrays import Floats32
+from retrieval.bundle.bundle import Bundle
+from retrieval.errors import DataError
+from retrieval.index.duplicates import item_distances, stacked_arrays
+from retrieval.index.queries_and_hits import Hit, Hits, encode_queries, ranked
+from retrieval.index.query import Query
+from retrieval.store.contract import MARGIN, Item, Superseded, spans_of
+from retrieval.store.filters import And, Exists, Filter, In, Not, as_filter
+from retrieval.store.filters.evaluating import ABSENT, value_of
+from retrieval.store.filters.tree import MOST_CHARACTERS, Field, parse_field
+
+if TYPE_CHECKING:
+    from retrieval.index.index import Index
+
+DISLIKE_SHARE = 1 / 3
+"""Weight of the dislikes beside the likes."""
+
+_QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances
+
+Value: TypeAlias = tuple[bool, Any]
+"""A field's value, preceded by whether it is a boolean, because True == 1 in Python."""
+
+
+def answer(index: Index, queries: Any, query: Query) -> list[Any]:
+    """Return the hits of one query, or a list of hits per query; see `Index.search`.
+
+    Raises:
+        Superseded: the index serves another bundle by now.
+    """
+    bundle = index.bundle
+    filter = as_filter(query.filter)
+    if query.is_plain:
+        vectors, codes, is_single = encode_queries(bundle, queries)
+        nearest = _nearest(index, bundle, vectors, codes, query, filter, query.k)
+        answers = [Hits(hits, index.store.original) for hits in nearest]
+    else:
+        examples: Set[str] = frozenset()
+        if query.likes or query.dislikes:
+            vectors, is_single, examples = _by_example(index, bundle, queries, query)
+            codes = None
+        else:
+            vectors, codes, is_single = encode_queries(bundle, queries)
+        search = _Search(index, bundle, query, vectors, codes, examples)
+        answers = [Hits(hits, index.store.original) for hits in search.hits(filter)]
+        for hits in answers:
+            hits.facets = {name: _facet(index, name, hits) for name in query.facets}
+    if is_single:
+        return answers[0]
+    return answers
+
+
+def _nearest(
+    index: Index,
+    bundle: Bundle,
+    vectors: Floats32,
+    codes: Floats32 | None,
+    query: Query,
+    filter: Filter | None,
+    k: int,
+) -> list[list[Hit]]:
+    """Return the k nearest matching items of each vector."""
+    count = k
+    # If the bundle's distance is not the store's, their orders may differ: request more.
+    if not bundle.compares_vectors_alone:
+        count += MARGIN
+    rescorer = bundle.manifest.rescorer
+    if query.candidates is not None:
+        count = max(count, query.candidates)
+    elif rescorer is not None:
+        count = max(count, rescorer.candidates)
+    hits: list[list[Hit]] = []
+    for start in range(0, len(vectors), _QUERIES_PER_BLOCK):
+        block = vectors[start : start + _QUERIES_PER_BLOCK]
+        proposed = index.store.propose(block, count, bundle.sha256, filter=filter)
+        for row, group in enumerate(proposed, start):
+            if codes is None:
+                code = None
+            else:
+                code = codes[row]
+            hits.append(ranked(bundle, vectors[row], code, group, k, count))
+    return hits
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Encoded queries, and the ids of the items that were examples and cannot be hits."""
+
+    index: Index
+    bundle: Bundle
+    query: Query
+    vectors: Floats32
+    codes: Floats32 | None
+    examples: Set[str]
+
+    def nearest(self, rows: slice, filter: Filter | None, k: int) -> list[list[Hit]]:
+        """Return the k nearest matching items of each of the queries in `rows`."""
+        codes = self.codes
+        if codes is not None:
+            codes = codes[rows]
+        vectors = self.vectors[rows]
+        return _nearest(self.index, self.bundle, vectors, codes, self.query, filter, k)
+
+    def hits(self, filter: Filter | None) -> list[list[Hit]]:
+        """Return the hits of each query, with all options."""
+        query = self.query
+        if query.group_field is not None:
+            filter = _both(filter, Exists(query.group_field))
+        depth = query.pool * query.group_size + len(self.examples)
+        nearest = self.nearest(slice(None), filter, depth)
+        return [self._choice(row, filter, depth, hits) for row, hits in enumerate(nearest)]
+
+    def _choice(self, row: int, filter: Filter | None, depth: int, hits: list[Hit]) -> list[Hit]:
+        """Return the hits of one query, of which `hits` are the `depth` nearest items."""
+        query = self.query
+        field = query.group_field
+        last = query.offset + query.k
+        if field is None:
+            groups = {(False, hit.id): [hit] for hit in hits if self._fits(hit)}
+        else:
+            groups = self._groups(hits)
+        everything = is_last = self._is_last(hits, depth)
+        while field is not None and len(groups) < query.pool and not is_last:
+            # Without the groups that are known, the next ones are near again.
+            depth *= 2
+            narrowed = filter
+            if groups:
+                narrowed = _both(filter, Not(_one_of(field, groups)))
+            hits = self._more(row, narrowed, depth)
+            groups |= self._groups(hits)
+            is_last = self._is_last(hits, depth)
+        keys = list(groups)[: query.pool]
+        if query.diversity:
+            keys = self._diverse(groups, keys, last)
+        keys = keys[query.offset : last]
+        while field is not None and not everything:
+            incomplete = [key for key in keys if len(groups[key]) < query.group_size]
+            if not incomplete:
+                break
+            depth *= 2
+            hits = self._more(row, _both(filter, _one_of(field, incomplete)), depth)
+            groups |= self._groups(hits)
+            everything = self._is_last(hits, depth)
+        return [hit for key in keys for hit in groups[key][: query.group_size]]
+
+    def _more(self, row: int, filter: Filter | None, depth: int) -> list[Hit]:
+        (hits,) = self.nearest(slice(row, row + 1), filter, depth)
+        return hits
+
+    def _fits(self, hit: Hit) -> bool:
+        """Return whether an item can be a hit."""
+        limit = self.query.max_distance
+        return hit.id not in self.examples and (limit is None or hit.distance <= limit)
+
+    def _is_last(self, hits: Sequence[Hit], depth: int) -> bool:
+        """Return whether no item beyond the `depth` nearest can be a hit."""
+        limit = self.query.max_distance
+        return len(hits) < depth or (limit is not None and hits[-1].distance > limit)
+
+    def _groups(self, hits: Iterable[Hit]) -> dict[Value, list[Hit]]:
+        """Return the hits of each group, the group with the nearest hit first.
+
+        An object, a list or a text that no filter can name is no group.
+        """
+        assert self.query.group_field is not None
+        groups: dict[Value, list[Hit]] = {}
+        for hit in hits:
+            if not self._fits(hit):
+                continue
+            for key in _values(hit, self.query.group_field, lists=False):
+                if not isinstance(key[1], str) or len(key[1]) <= MOST_CHARACTERS:
+                    groups.setdefault(key, []).append(hit)
+        return groups
+
+    def _diverse(
+        self, groups: dict[Value, list[Hit]], keys: Sequence[Value], count: int
+    ) -> list[Value]:
+        """Return `count` groups by maximal marginal relevance (Carbonell and Goldstein, 1998).
+
+        The next group is the one with the largest λ d(hit, nearest chosen hit) − (1 − λ) d(query,
+        hit), where λ is the diversity and hit the nearest hit of a group.
+        """
+        stored = _stored(self.index, self.bundle, [groups[key][0].id for key in keys])
+        # An item may have been deleted since it was found.
+        keys = [key for key in keys if groups[key][0].id in stored]
+        if not keys:
+            return []
+        items = [stored[groups[key][0].id] for key in keys]
+        arrays = stacked_arrays(items)
+        weight = float(self.query.diversity)
+        cost = (1 - weight) * np.array([groups[key][0].distance for key in keys])
+        gap = np.full(len(keys), np.inf)
+        chosen = [0]
+        while len(chosen) < min(count, len(keys)):
+            gap = np.minimum(gap, item_distances(self.bundle, items[chosen[-1]], arrays))
+            scores = weight * gap - cost
+            scores[chosen] = -np.inf
+            chosen.append(int(scores.argmax()))
+        return [keys[position] for position in chosen]
+
+
+def rocchio(likes: Floats32, dislikes: Floats32, spans: Iterable[tuple[int, int]]) -> Floats32:
+    """Return the vector (P,) to search for, given liked (n, P) and disliked vectors (m, P).
+
+    It is the mean of the likes minus a share of the mean of the dislikes (Rocchio, 1971), scaled in
+    each sub-space (a column range of `spans`) to the mean length of the likes.
+    """
+    wanted = likes.mean(axis=0, dtype=np.float64)
+    if len(dislikes):
+        wanted -= DISLIKE_SHARE * dislikes.mean(axis=0, dtype=np.float64)
+    for start, stop in spans:
+        part = wanted[start:stop]
+        length = np.linalg.norm(part)
+        if length:
+            part *= np.linalg.norm(likes[:, start:stop], axis=1).mean() / length
+    vector: Floats32 = wanted.astype(np.float32)
+    return vector
+
+
+def _by_example(
+    index: Index, bundle: Bundle, queries: Any, query: Query
+) -> tuple[Floats32, bool, Set[str]]:
+    """Return one vector per query, whether it is a single one, and the ids of the examples.
+
+    Each query counts as one more like. Without queries, the likes are the query.
+    """
+    if bundle.manifest.rescorer is not None:
+        raise DataError(
+            "The rescorer of this index compares codes, of which likes and dislikes have no mean."
+            " Search for one image."
+        )
+    examples = [*query.likes, *query.dislikes]
+    texts = [example for example in examples if isinstance(example, str)]
+    items = _stored(index, bundle, texts)
+    if items and bundle.manifest.query_vectors:
+        raise DataError(
+            "The bundle of this index encodes queries differently from items: like and dislike"
+            " images, not ids."
+        )
+    vectors = np.stack([_example_vector(bundle, items, example) for example in examples])
+    likes, dislikes = np.split(vectors, [len(query.likes)])
+    spans = spans_of(bundle)
+    if queries is None:
+        if not len(likes):
+            raise DataError("A search needs a query or something to like besides the dislikes.")
+        return rocchio(likes, dislikes, spans)[None], True, items.keys()
+    encoded, _, is_single = encode_queries(bundle, queries)
+    wanted = [rocchio(np.vstack([row[None], likes]), dislikes, spans) for row in encoded]
+    return np.array(wanted, np.float32).reshape(encoded.shape), is_single, items.keys()
+
+
+def _example_vector(bundle: Bundle, items: dict[str, Item], example: Any) -> Floats32:
+    """Return the vector (P,) of an item's id or of a picture."""
+    if isinstance(example, str) and example in items:
+        return items[example].vector
+    try:
+        (vector,), _, _ = encode_queries(bundle, example)
+    except DataError as error:
+        if not isinstance(example, str):
+            raise
+        raise DataError(f"The index has no item {example!r}, and as a picture: {error}") from error
+    return np.asarray(vector, np.float32)
+
+
+def _stored(index: Index, bundle: Bundle, ids: Sequence[str]) -> dict[str, Item]:
+    """Return the items with vectors among `ids`.
+
+    Raises:
+        Superseded: the vectors may belong to another bundle.
+    """
+    items = index.get(ids, arrays=True)
+    if index.follow() is not bundle:
+        raise Superseded("Another bundle is served.")
+    return {id: item for id, item in items.items() if item.arrays}
+
+
+def _both(filter: Filter | None, other: Filter) -> Filter:
+    if filter is None:
+        return other
+    return And((filter, other))
+
+
+def _one_of(field: Field, keys: Iterable[Value]) -> Filter:
+    return In(field, tuple(value for _, value in keys))
+
+
+def _facet(index: Index, name: str, hits: Iterable[Hit]) -> list[tuple[Any, int]]:
+    """Return the values of a field among hits and their numbers, the most frequent first."""
+    field = parse_field(name)
+    counts = Counter(chain.from_iterable(_values(hit, field, lists=True) for hit in hits))
+    if not counts:
+        # An error says if the field has never existed.
+        index.count(Exists(field))
+    return [(value, count) for (_, value), count in counts.most_common()]
+
+
+def _values(hit: Hit, field: Field, *, lists: bool) -> list[Value]:
+    """Return the different values of a hit's field: of a list its elements, or nothing."""
+    value = value_of(field, hit.id, hit.label, hit.metadata)
+    if isinstance(value, list) and lists:
+        values = value
+    else:
+        values = [value]
+    keys = (
+        (isinstance(element, bool), element)
+        for element in values
+        if element is not ABSENT and not isinstance(element, dict | list)
+    )
+    return list(dict.fromkeys(keys))
