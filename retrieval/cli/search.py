@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,12 @@ import click
 
 from retrieval.base.display_tables import text_table
 from retrieval.cli import say, say_json
-from retrieval.cli.common import DEVICE, FILTER, JSON, PATH, IndexArgument, command
+from retrieval.cli.common import DEVICE, FILTER, JSON, PATH, IndexArgument, Number, command
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.errors import one_line
 
 if TYPE_CHECKING:
-    from retrieval.index.queries_and_hits import Hit
+    from retrieval.index.queries_and_hits import Hit, Hits
     from retrieval.store.address import IndexPlace
 
 
@@ -23,10 +24,20 @@ if TYPE_CHECKING:
     "search",
     "retrieval search photos.index query.png",
     "retrieval search photos.index a.png b.png -k 5 --json",
+    "retrieval search photos.index --like one.png --like two.png --dislike three.png",
+    "retrieval search photos.index query.png --group-by product --group-size 3",
 )
 @click.argument("index", type=IndexArgument())
-@click.argument("queries", nargs=-1, required=True, type=PATH)
-@click.option("-k", default=10, type=click.IntRange(1), help="Results per query.")
+@click.argument("queries", nargs=-1, type=PATH)
+@click.option("-k", default=10, type=click.IntRange(1), help="Results (or groups) per query.")
+@click.option("--like", multiple=True, metavar="ID|IMAGE", help="Search for more like this, too.")
+@click.option("--dislike", multiple=True, metavar="ID|IMAGE", help="Search for less like this.")
+@click.option("--group-by", metavar="FIELD", help="Group results by label or an entry of metadata.")
+@click.option("--group-size", type=click.IntRange(1), help="Results per group; 1 by default.")
+@click.option("--max-distance", type=Number(0), help="Largest distance of a result.")
+@click.option("--offset", type=click.IntRange(0), help="Results (or groups) to skip.")
+@click.option("--diversity", type=Number(0, 1), help="How much results differ from one another.")
+@click.option("--facet", "facets", multiple=True, metavar="FIELD", help="Count a field's values.")
 @click.option("--candidates", type=click.IntRange(1), help="Number of candidates for the rescorer.")
 @FILTER
 @JSON
@@ -36,23 +47,29 @@ def search_command(
     index: IndexPlace,
     queries: tuple[Path, ...],
     k: int,
-    candidates: int | None,
-    filter: str | None,
     as_json: bool,
     extra: tuple[str, ...],
     device: Any,
+    **options: Any,
 ) -> None:
     """Print the items of INDEX, a folder or an address, nearest to images or .npz features."""
+    if not queries and not options["like"]:
+        raise click.UsageError("Name an image to search for, or an item or image with --like.")
     from retrieval.index.index import open_index
     from retrieval.index.queries_and_hits import encode_files
 
     _refuse_swapped(index, queries)
     with open_index(index, device=device, plugins=extra) as opened:
-        names, encoded = encode_files(opened.bundle, queries)
-        answers = opened.search(encoded, k, candidates=candidates, filter=filter)
+        chosen: Any = {name: value for name, value in options.items() if value not in (None, ())}
+        if queries:
+            names, encoded = encode_files(opened.bundle, queries)
+            answers = opened.search(encoded, k, **chosen)
+        else:
+            names = [", ".join(options["like"])]
+            answers = [opened.search(None, k, **chosen)]
     pairs = list(zip(names, answers, strict=True))
     if as_json:
-        say_json([{"query": name, "results": list(map(_plain, hits))} for name, hits in pairs])
+        say_json([_answer(name, hits) for name, hits in pairs])
     else:
         say("\n\n".join(_table(name, hits) for name, hits in pairs))
 
@@ -71,6 +88,17 @@ def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
         )
 
 
+def _answer(name: str, hits: Hits) -> dict[str, Any]:
+    """Return one query's hits as JSON."""
+    answer: dict[str, Any] = {"query": name, "results": list(map(_plain, hits))}
+    if hits.facets:
+        answer["facets"] = {
+            field: [{"value": value, "count": count} for value, count in counts]
+            for field, counts in hits.facets.items()
+        }
+    return answer
+
+
 def _plain(hit: Hit) -> dict[str, Any]:
     return {
         "id": hit.id,
@@ -80,8 +108,20 @@ def _plain(hit: Hit) -> dict[str, Any]:
     }
 
 
-def _table(name: str, hits: list[Hit]) -> str:
-    """Return one query's hits as aligned columns."""
+def _table(name: str, hits: Hits) -> str:
+    """Return one query's hits as aligned columns, and a line per facet."""
     head, *rows = text_table(hits).splitlines()
     ranked = [f"{rank:>4}  {row}" for rank, row in enumerate(rows, 1)]
-    return "\n".join([f"Nearest to {one_line(name)}:", f"rank  {head}" if rows else head, *ranked])
+    facets = [
+        one_line(f"{field}: {', '.join(f'{_text(value)} ({count})' for value, count in counts)}")
+        for field, counts in hits.facets.items()
+    ]
+    title = f"Nearest to {one_line(name)}:"
+    return "\n".join([title, f"rank  {head}" if rows else head, *ranked, *facets])
+
+
+def _text(value: Any) -> str:
+    """Return a value of a facet, as a filter writes it but without quotes."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)

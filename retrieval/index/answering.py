@@ -273,7 +273,9 @@ def _example_vector(bundle: Bundle, items: dict[str, Item], example: Any) -> Flo
     except DataError as error:
         if not isinstance(example, str):
             raise
-        raise DataError(f"The index has no item {example!r}, and as a picture: {error}") from error
+        raise DataError(
+            f"The index has no item {example!r}, nor is it a picture: {error}"
+        ) from error
     return np.asarray(vector, np.float32)
 
 

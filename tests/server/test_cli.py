@@ -41,6 +41,10 @@ MISTAKES = [
         "the index comes first. Write: retrieval search i photos/3/0003.png",
     ),
     ("serve photos", "is not an index"),
+    ("search i", "Name an image to search for"),
+    ("search i --like 1000", "no item '1000', nor is it a picture"),
+    ("search i photos/3/0003.png --group-size 2", "group_size needs group_by"),
+    ("search i photos/3/0003.png --facet colour", "has a field 'colour'"),
 ]
 
 
@@ -63,6 +67,16 @@ def test_index_and_search_and_their_errors(
     (as_json,) = json.loads(cli("search", "i", "photos/3/0003.png", "-k", "3", "--json").out)
     assert [hit["id"] for hit in as_json["results"]] == [line.split()[3] for line in lines[2:5]]
     assert as_json["query"] == "photos/3/0003.png"
+    options = "photos/3/0003.png --group-by label -k 2 --facet label"
+    grouped = cli("search", "i", *options.split())
+    assert grouped.out.splitlines()[2].split()[2] == "3"
+    assert re.fullmatch(r"label: 3 \(1\), \d \(1\)", grouped.out.splitlines()[-1])
+    liked = (
+        "--like 3/0003.png --dislike photos/0/0000.png --offset 1 --max-distance 9 --diversity .2"
+    )
+    (as_json,) = json.loads(cli("search", "i", *liked.split(), "--facet", "label", "--json").out)
+    assert as_json["query"] == "3/0003.png" and len(as_json["results"]) == 10
+    assert sum(entry["count"] for entry in as_json["facets"]["label"]) == 10
     (tmp_path / "photos" / "bad.png").write_bytes(b"")
     for line, says in MISTAKES:
         run = cli(*line.format(bundle=bundle_path).split())
