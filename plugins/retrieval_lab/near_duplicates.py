@@ -6,6 +6,7 @@ image is saved again. `near_pairs` finds all pairs of rows that are near each ot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,8 +72,14 @@ def picture(image: Image.Image) -> Floats32 | None:
 
 MOST_PAIRS = 1_000_000
 """The search stops when it has more pairs than this."""
-_ENTRIES = 1 << 22
+_ENTRIES = 1 << 18
 """Number of squared distances that are computed at a time."""
+_AXES = 8
+"""Number of principal components by which far rows are left out."""
+_SAMPLE = 1000
+"""Number of rows from which the principal components are computed."""
+_ROWS = 512
+"""Largest number of rows in a block."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +108,8 @@ def near_pairs(
 ) -> Near:
     """Return pairs of rows within a Euclidean distance of each other, the nearest first.
 
-    Squared distances in float32, with a margin for their rounding error, select candidate pairs;
-    float64 then measures the candidates.
+    Principal components leave out rows that are too far. Squared distances in float32, with a
+    margin for their rounding error, then select candidate pairs; float64 measures the candidates.
 
     Args:
         vectors: N finite vectors of P numbers (N, P).
@@ -113,34 +120,75 @@ def near_pairs(
     size, width = vectors.shape
     centred = vectors - vectors.mean(axis=0, dtype=np.float64).astype(np.float32)
     squares = np.square(centred).sum(axis=1)
-    # Each pair has its own margin, so that one long vector does not make all pairs candidates.
-    shortened = (1 - 8 * float(np.finfo(np.float32).eps) * (width + 8)) * squares
+    # Each row has its own margin, so that one long vector does not make all pairs candidates.
+    error = 8 * float(np.finfo(np.float32).eps) * (width + 8)
+    shortened = (1 - error) * squares
     parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
     total = 0
-    done = 0
     with Meter(what, size, "items") as meter:
-        while done < size and total <= MOST_PAIRS:
-            block = slice(done, done + max(1, _ENTRIES // size))
-            squared = shortened[block, None] + shortened[done:]
-            squared -= 2 * (centred[block] @ centred[done:].T)
-            row, other = np.nonzero(squared <= within**2)
-            first = (done + row)[row < other]
-            second = (done + other)[row < other]
-            if same is not None:
-                kept = same[first] != same[second]
-                first = first[kept]
-                second = second[kept]
-            for start in range(0, len(first), 4096):
-                pair = first[start : start + 4096], second[start : start + 4096]
-                differences = vectors[pair[0]].astype(np.float64) - vectors[pair[1]]
-                distance = np.linalg.norm(differences, axis=1)
-                near = distance <= within
-                parts.append((pair[0][near], pair[1][near], distance[near]))
-                total += int(near.sum())
+        for rows, others in _blocks(centred, within, error * np.sqrt(squares)):
+            step = max(1, _ENTRIES // len(rows))
+            for start in range(0, len(others), step):
                 if total > MOST_PAIRS:
                     break
-            meter.update(len(squared))
-            done += len(squared)
+                columns = others[start : start + step]
+                squared = shortened[rows, None] + shortened[columns]
+                squared -= 2 * (centred[rows] @ centred[columns].T)
+                row, column = np.nonzero(squared <= within**2)
+                # The block's own rows come first, so this keeps each of their pairs once.
+                once = row < start + column
+                first = np.minimum(rows[row[once]], columns[column[once]])
+                second = np.maximum(rows[row[once]], columns[column[once]])
+                if same is not None:
+                    kept = same[first] != same[second]
+                    first = first[kept]
+                    second = second[kept]
+                for begin in range(0, len(first), 4096):
+                    pair = first[begin : begin + 4096], second[begin : begin + 4096]
+                    differences = vectors[pair[0]].astype(np.float64) - vectors[pair[1]]
+                    distance = np.linalg.norm(differences, axis=1)
+                    near = distance <= within
+                    parts.append((pair[0][near], pair[1][near], distance[near]))
+                    total += int(near.sum())
+                    if total > MOST_PAIRS:
+                        break
+            meter.update(len(rows))
     first, second, distance = map(np.concatenate, zip(*parts, strict=True))
-    order = np.argsort(distance, kind="stable")
+    order = np.lexsort((second, first, distance))
     return Near(first[order], second[order], distance[order], total <= MOST_PAIRS)
+
+
+def _blocks(centred: Floats32, within: float, margins: Floats32) -> Iterator[tuple[Ints, Ints]]:
+    """Yield blocks of rows, and for each block these and all rows that may be near one of them.
+
+    A pair of rows in different blocks is yielded once. Blocks are the leaves of a k-d tree over the
+    first principal components, along which no two rows are farther apart than they are in full.
+
+    Args:
+        centred: vectors (N, P) whose mean is 0.
+        within: largest distance of near rows.
+        margins: largest rounding error (N,) of each row's components.
+    """
+    size = len(centred)
+    sample = centred[:: -(-size // _SAMPLE)]
+    axes = np.linalg.svd(sample, full_matrices=False)[2][:_AXES]
+    components = axes @ centred.T
+    lower = components - margins
+    upper = components + margins
+    done = np.zeros(size, bool)
+    unfinished = [(np.arange(size), np.arange(size))]
+    while unfinished:
+        rows, others = unfinished.pop()
+        others = others[~done[others]]
+        for low, high in zip(lower, upper, strict=True):
+            least = low[rows].min() - within
+            most = high[rows].max() + within
+            others = others[(high[others] >= least) & (low[others] <= most)]
+        if len(rows) > _ROWS:
+            widest = components[:, rows].var(axis=1).argmax()
+            half = len(rows) // 2
+            ordered = rows[np.argpartition(components[widest, rows], half)]
+            unfinished += [(ordered[half:], others), (ordered[:half], others)]
+        else:
+            done[rows] = True
+            yield rows, np.concatenate([rows, others[~done[others]]])

@@ -217,7 +217,8 @@ def pairs_of(near) -> dict[tuple[int, int], float]:
 
 
 def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
-    monkeypatch.setattr(near_duplicates, "_ENTRIES", 1700)
+    monkeypatch.setattr(near_duplicates, "_ENTRIES", 170)
+    monkeypatch.setattr(near_duplicates, "_ROWS", 10)
     random = np.random.default_rng(0)
     copies = np.repeat(random.normal(size=(1, 6)), 40, 0)
     vectors = np.concatenate([random.normal(size=(60, 6)), copies])
@@ -239,6 +240,19 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
     assert not ended.complete and 100 < len(ended.first) < len(expected)
     equal = near_pairs(np.full((300, 4), 1000, np.float32), 0.0)
     assert not equal.complete
+
+
+def test_far_rows_are_not_compared():
+    random = np.random.default_rng(0)
+    centres = random.normal(size=(40, 32))
+    vectors = np.repeat(centres, 100, 0) + 0.01 * random.normal(size=(4000, 32))
+    vectors = vectors.astype(np.float32)
+    compared = sum(
+        len(rows) * len(others)
+        for rows, others in near_duplicates._blocks(vectors, 0.01, np.zeros(4000, np.float32))
+    )
+    assert compared < 4000**2 / 5  # each pair once would be half of all
+    assert compared > 40 * 100**2 / 2
 
 
 def test_a_long_vector_or_an_offset_does_not_end_the_search(monkeypatch):

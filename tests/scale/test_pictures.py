@@ -118,7 +118,7 @@ def test_a_run_and_its_report_give_the_metrics_of_its_vectors(run, test_items, v
 
 def test_data_check_finds_leaks_and_stops_at_too_many_pairs(photos, tmp_path):
     clean = check_data(photos, progress=False)
-    assert len(clean.subjects) == COUNT > near_duplicates._ENTRIES // COUNT
+    assert len(clean.subjects) == COUNT > near_duplicates._ROWS
     assert clean.clean
     assert clean.complete
     random = np.random.default_rng(4)
@@ -128,6 +128,7 @@ def test_data_check_finds_leaks_and_stops_at_too_many_pairs(photos, tmp_path):
         pixels = np.clip(base + random.integers(-1, 2, base.shape), 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(tmp_path / "many" / f"{number}.bmp")
     assert BLURRED * (BLURRED - 1) // 2 > near_duplicates.MOST_PAIRS
+    assert BLURRED * near_duplicates._ROWS // 2 > near_duplicates._ENTRIES
     many = check_data(tmp_path, progress=False)
     assert not many.complete
     assert len(many.near) > near_duplicates.MOST_PAIRS

@@ -139,9 +139,7 @@ def by_brute_force(vectors, within, most):
 
 @pytest.mark.parametrize(("within", "most"), [(0.0, 1024), (0.3, 1024), (0.8, 1024), (0.8, 4)])
 def test_duplicates_equal_brute_force(tmp_path, bundle, within, most, monkeypatch):
-    monkeypatch.setattr(duplicates, "_FIRST_NEIGHBOURS", 2)
     monkeypatch.setattr(duplicates, "_MAX_NEIGHBOURS", most)
-    monkeypatch.setattr(duplicates, "_GROUPS", 3)
     rng = np.random.default_rng(4)
     vectors = rng.normal(size=(60, 16)).astype(np.float32)
     vectors[:12] = vectors[0] + rng.normal(size=(12, 16)).astype(np.float32) / 8  # a cloud
