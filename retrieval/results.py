@@ -17,7 +17,12 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.evaluation.verify_run import RunVerification as RunVerification
     from retrieval.export.export_backbone import BackboneEncoder as BackboneEncoder
     from retrieval.index.adding import Added as Added, Summary as Summary
+    from retrieval.index.calibration import (
+        Calibration as Calibration,
+        KnownShares as KnownShares,
+    )
     from retrieval.index.duplicates import Duplicates as Duplicates
+    from retrieval.index.identify import Verdict as Verdict
     from retrieval.index.migrating import Migrated as Migrated
     from retrieval.index.queries_and_hits import Hit as Hit, Hits as Hits
     from retrieval.store.contract import (

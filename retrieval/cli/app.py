@@ -31,6 +31,8 @@ COMMANDS = {
     "embed": "index:embed_command",
     "index": "index:index",
     "search": "search:search_command",
+    "calibrate": "identify:calibrate_command",
+    "identify": "identify:identify_command",
     "doctor": "doctor:doctor",
 }
 

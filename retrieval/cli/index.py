@@ -34,6 +34,7 @@ from retrieval.cli.plugins import PLUGIN_OPTION, plugin_option
 from retrieval.errors import StoreError, listed, one_line
 
 if TYPE_CHECKING:
+    from retrieval.base.runtime import Device
     from retrieval.index.adding import Summary
     from retrieval.index.index import Index
     from retrieval.index.migrating import Migrated
@@ -75,11 +76,11 @@ def _plugins() -> tuple[str, ...]:
     return plugins
 
 
-def opened_index(path: IndexPlace) -> Index:
+def opened_index(path: IndexPlace, device: Device = "auto") -> Index:
     """Open an index with the plugins of the command line."""
     from retrieval.index.index import open_index
 
-    return open_index(path, plugins=_plugins())
+    return open_index(path, plugins=_plugins(), device=device)
 
 
 def audited(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,7 +90,7 @@ def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
 
 def _answer(name: str, hits: Hits) -> dict[str, Any]:
     """Return one query's hits as JSON."""
-    answer: dict[str, Any] = {"query": name, "results": list(map(_plain, hits))}
+    answer: dict[str, Any] = {"query": name, "results": list(map(as_facts, hits))}
     if hits.facets:
         answer["facets"] = {
             field: [{"value": value, "count": count} for value, count in counts]
@@ -99,7 +99,8 @@ def _answer(name: str, hits: Hits) -> dict[str, Any]:
     return answer
 
 
-def _plain(hit: Hit) -> dict[str, Any]:
+def as_facts(hit: Hit) -> dict[str, Any]:
+    """Return a hit as a JSON object."""
     return {
         "id": hit.id,
         "label": hit.label,

@@ -20,8 +20,10 @@ from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import Added, Options, Summary, add_images, add_sources
 from retrieval.index.answering import answer
+from retrieval.index.calibration import calibrate
 from retrieval.index.creating import create_and_open
 from retrieval.index.duplicates import duplicates
+from retrieval.index.identify import calibration, identify
 from retrieval.index.migrating import migrate, rollback
 from retrieval.index.queries_and_hits import Hits
 from retrieval.index.query import Query, QueryOptions, plain_query, query_of
@@ -67,7 +69,10 @@ class Index:
     summary: Summary | None = None
 
     create = classmethod(create_and_open)
+    calibrate = calibrate
+    calibration = calibration
     duplicates = duplicates
+    identify = identify
     migrate = migrate
     rollback = rollback
 

@@ -22,6 +22,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.manifest import SplitEntry, write_manifest
 from retrieval.errors import BundleError, DataError, StoreError, listed
 from retrieval.index.adding import Options, by_name, embed, row_of
+from retrieval.index.calibration import calibrate_again
 from retrieval.index.sources import Original
 from retrieval.store.items import (
     FEATURES,
@@ -189,6 +190,7 @@ def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bo
             count += len(embedded)
             meter.update(len(items))
     index.follow()
+    calibrate_again(index, source)
     return Migrated(index.generation, count, tuple(faults), count if by_head else 0)
 
 
