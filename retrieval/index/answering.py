@@ -220,15 +220,15 @@ def rocchio(likes: Floats32, dislikes: Floats32, spans: Iterable[tuple[int, int]
     It is the mean of the likes minus a share of the mean of the dislikes (Rocchio, 1971), scaled in
     each sub-space (a column range of `spans`) to the mean length of the likes.
     """
-    wanted = likes.mean(axis=0, dtype=np.float64)
+    mean = likes.mean(axis=0, dtype=np.float64)
     if len(dislikes):
-        wanted -= DISLIKE_SHARE * dislikes.mean(axis=0, dtype=np.float64)
+        mean -= DISLIKE_SHARE * dislikes.mean(axis=0, dtype=np.float64)
     for start, stop in spans:
-        part = wanted[start:stop]
+        part = mean[start:stop]
         length = np.linalg.norm(part)
         if length:
             part *= np.linalg.norm(likes[:, start:stop], axis=1).mean() / length
-    vector: Floats32 = wanted.astype(np.float32)
+    vector: Floats32 = mean.astype(np.float32)
     return vector
 
 
@@ -260,8 +260,8 @@ def _by_example(
             raise DataError("A search needs a query or something to like besides the dislikes.")
         return rocchio(likes, dislikes, spans)[None], True, items.keys()
     encoded, _, is_single = encode_queries(bundle, queries)
-    wanted = [rocchio(np.vstack([row[None], likes]), dislikes, spans) for row in encoded]
-    return np.array(wanted, np.float32).reshape(encoded.shape), is_single, items.keys()
+    moved = [rocchio(np.vstack([row[None], likes]), dislikes, spans) for row in encoded]
+    return np.array(moved, np.float32).reshape(encoded.shape), is_single, items.keys()
 
 
 def _example_vector(bundle: Bundle, items: dict[str, Item], example: Any) -> Floats32:
