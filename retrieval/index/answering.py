@@ -60,6 +60,8 @@ def answer(index: Index, queries: Any, query: Query) -> list[Any]:
         answers = [Hits(hits, index.store.original) for hits in search.hits(filter)]
         for hits in answers:
             hits.facets = {name: _facet(index, name, hits) for name in query.facets}
+    if not any(answers):
+        index.store.refuse_impossible(filter)
     if is_single:
         return answers[0]
     return answers

@@ -102,7 +102,7 @@ def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicat
         return originals
 
     counts: dict[str, int] = {}  # number of neighbours of each original that has any
-    with Meter("comparing", index.store.count(filter), "items") as meter:
+    with Meter("comparing", index.count(filter), "items") as meter:
         for page in _pages(index, filter):
             items = [item for item in page if item.id in copies]
             for item, near in zip(items, neighbours(items, _MAX_NEIGHBOURS), strict=True):

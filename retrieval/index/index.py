@@ -349,12 +349,16 @@ class Index:
         Unknown ids are ignored.
 
         Raises:
-            DataError: the filter is invalid or uses a field that no item has ever had.
+            DataError: the filter is invalid, uses a field that no item has ever had, or can never
+                match for another reason; see `Store.refuse_impossible`.
             StoreError: the index is read-only or has another writer, or the disk fails.
         """
         filter = as_filter(filter)
         with stage("write"):
-            return self.store.delete([ids] if isinstance(ids, str) else ids, filter=filter)
+            deleted = self.store.delete([ids] if isinstance(ids, str) else ids, filter=filter)
+        if not deleted:
+            self.store.refuse_impossible(filter)
+        return deleted
 
     def get(self, ids: str | Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; unknown ids are left out.
@@ -386,11 +390,19 @@ class Index:
         self, filter: FilterLike = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
         """Return up to `limit` matching items with ids after `after`, sorted by id."""
-        return self.store.scan(as_filter(filter), after=after, limit=limit)
+        filter = as_filter(filter)
+        items = self.store.scan(filter, after=after, limit=limit)
+        if not items and after is None:
+            self.store.refuse_impossible(filter)
+        return items
 
     def count(self, filter: FilterLike = None) -> int:
         """Return the number of matching items."""
-        return self.store.count(as_filter(filter))
+        filter = as_filter(filter)
+        count = self.store.count(filter)
+        if not count:
+            self.store.refuse_impossible(filter)
+        return count
 
     def stats(self) -> Stats:
         """Return the number of items, the generations and the size of the index."""

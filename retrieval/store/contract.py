@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 
 from retrieval.bundle.bundle import Bundle
-from retrieval.errors import StoreError
+from retrieval.errors import DataError, StoreError
 from retrieval.store.address import Address
-from retrieval.store.filters import Filter
+from retrieval.store.filters import Compare, Exists, Filter, In, Or, filter_to_text
+from retrieval.store.filters.tree import Condition, Field, Joint, fold, type_of
 from retrieval.store.items import (
     CODE as CODE,
     FEATURES as FEATURES,
@@ -35,6 +36,9 @@ Capability = Literal["atomic", "ordered", "filters"]
 
 MARGIN = 8
 """Extra candidates per query: items beyond the requested number may be as near as the last."""
+
+_MAX_CHECKED = 8
+"""Largest number of conditions that are examined in a filter that matches nothing."""
 
 
 class Superseded(StoreError):
@@ -163,6 +167,53 @@ class Store(ABC):
     @abstractmethod
     def count(self, filter: Filter | None = None) -> int:
         """Return the number of items, or of those that match a filter."""
+
+    def refuse_impossible(self, filter: Filter | None) -> None:
+        """Raise a `DataError` if a filter that matches nothing never could, for a wrong field.
+
+        A condition is impossible if items have the object that should hold its field, but none has
+        the field, or if their values of the field have other types. Null has no type.
+        """
+        # Each condition may read all items.
+        if filter is None or filter.size.conditions > _MAX_CHECKED:
+            return
+        faults: list[str] = []
+
+        def is_possible(condition: Condition) -> bool:
+            if fault := self._fault(condition):
+                faults.append(fault)
+            return fault is None
+
+        def join(joint: Joint, parts: list[bool]) -> bool:
+            if joint == "and":
+                return all(parts)
+            return joint == "not" or any(parts)
+
+        if not fold(filter, is_possible, join):
+            raise DataError(faults[0])
+
+    def _fault(self, condition: Condition) -> str | None:
+        """Return a sentence if no item can match a condition."""
+        field = condition.field
+        # Id and label are text; a condition refuses other values itself.
+        if isinstance(field, str):
+            return None
+        suitable: list[Filter] = [Exists(field)]
+        if not isinstance(condition, Exists) and condition.op != "!=":
+            kinds = sorted({type_of(value) for value in condition.values})
+            suitable = [_of_type(field, kind) for kind in kinds]
+        if any(self.scan(filter, limit=1) for filter in suitable):
+            return None
+        text = filter_to_text(condition)
+        if self.scan(Compare(field, "!=", None), limit=1):
+            return (
+                f"`{text}` can never match: the items have values of other types in this field."
+                " Text needs quotes, a number none."
+            )
+        parent = field[:-1]
+        if parent and self.scan(Exists(parent), limit=1) and not self.scan(Exists(field), limit=1):
+            return f"`{text}` can never match: no item has this field."
+        return None
 
     @abstractmethod
     def search(
@@ -418,3 +469,14 @@ class StorePlace(ABC):
             StoreUnavailable: the engine cannot be reached.
             StoreError: the index cannot be deleted.
         """
+
+
+def _of_type(field: Field, kind: str) -> Filter:
+    """Return a filter on a field that has a value of a type; null matches any value."""
+    if kind == "text":
+        return Compare(field, ">=", "")
+    if kind == "number":
+        return Or((Compare(field, ">=", 0), Compare(field, "<", 0)))
+    if kind == "boolean":
+        return In(field, (True, False))
+    return Exists(field)

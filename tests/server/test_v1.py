@@ -251,6 +251,22 @@ def test_items_are_deleted_by_filter_and_never_by_accident(served, living):
     assert client.get("/v1/index").json()["items"] == 200 - len(sevens) - 3
 
 
+def test_a_filter_that_can_never_match_is_refused(served, empty, cli):
+    item = Item("a", metadata={"price": 3}, arrays={"vector": np.ones(WIDTH, np.float32)})
+    with Index.open(empty) as index:
+        index.upsert([item])
+    text = "price = '3'"
+    says = f"`{text}` can never match"
+    for verb in ("list", "delete"):
+        result = cli("index", verb, empty, "--filter", text)
+        assert result.code == 2 and says in result.err
+    client = served(empty, "--open", "admin").client
+    wire.refused(client.post(SEARCH, json={"vector": [1] * WIDTH, "filter": text}), 422, says)
+    wire.refused(client.get(ITEMS, params={"filter": text}), 422, says)
+    wire.refused(client.post("/v1/delete", json={"filter": text}), 422, says)
+    assert client.post("/v1/delete", json={"filter": "price = 4"}).json() == {"deleted": 0}
+
+
 def test_a_server_is_read_only_by_default(shared, index_path):
     body = {"items": [{"id": "a", "vector": [1.0] * WIDTH}]}
     for method, path, content in (

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from agreeing import agree
 from hypothesis import HealthCheck, given, settings, strategies as st
+from retrieval.errors import DataError
+from retrieval.index.index import open_index
 from retrieval.store import masks
 from retrieval.store.contract import Item, widths_of
 from retrieval.store.filters import Compare, Exists, In, matches, parse_filter
@@ -121,3 +123,56 @@ def test_a_field_stays_known_when_its_last_item_goes(store):
         assert store.count(parse_filter("not exists(discount)")) == 1
         assert store.delete(filter=filter) == 0
         store.compact()
+
+
+@pytest.mark.parametrize(
+    ("filter", "says"),
+    [
+        ("price = '3'", "`price = '3'` can never match: the items have values of other types"),
+        ("price in (true, 'x')", "other types"),
+        ("size < 3", "other types"),
+        ("maker = 'x'", "other types"),
+        ("tags = 3", "other types"),
+        ("maker.contry = 'x'", "no item has this field"),
+        ("exists(maker.contry)", "no item has this field"),
+        ("maker.country.code != 3", "no item has this field"),
+        ("label = 'a' and price > 'a'", "`price > 'a'`"),
+        ("price > 'a' or size = true", "`price > 'a'`"),
+        ("price = 4", None),
+        ("price in (4, 'x')", None),
+        ("price = '3' or price = 4", None),
+        ("price = '3' or label = 'b'", None),
+        ("not exists(price)", None),
+        ("maker.country > 'y'", None),
+        ("tags = 'z'", None),
+        ("expired = true", None),  # null has no type
+        ("price = null", None),
+        ("gone > 3", None),  # an item had it
+        ("id = 'nobody'", None),
+    ],
+)
+def test_a_filter_that_can_never_match_is_refused(tmp_path, filter, says):
+    arrays = {"vector": np.ones(WIDTH, np.float32)}
+    facts = {"price": 3, "size": "L", "maker": {"country": "x"}, "tags": ["a"], "expired": None}
+    create_local(tmp_path / "i", shared_bundle(), widths_of(shared_bundle()))
+    with open_index(tmp_path / "i", threads=1) as index:
+        sold = Item("2", "a", {"gone": 5}, arrays=arrays)
+        index.upsert([Item("1", "a", facts, arrays=arrays), sold])
+        index.delete(["2"])
+        query = np.ones(WIDTH, np.float32)
+        calls = (
+            lambda: len(index.search(query, 3, filter=filter)),
+            lambda: len(index.search(query, 3, filter=filter, offset=1)),
+            lambda: len(index.scan(filter)),
+            lambda: index.count(filter),
+            lambda: len(index.duplicates(1, filter=filter, progress=False)),
+            lambda: index.delete(filter=filter),
+        )
+        for call in calls:
+            if says is None:
+                assert call() == 0
+            else:
+                with pytest.raises(DataError) as error:
+                    call()
+                assert says in str(error.value)
+        assert len(index) == 1
