@@ -14,7 +14,7 @@ from retrieval.store.filters import Compare, Exists, In, matches, parse_filter
 from retrieval.store.folder import create_local
 from retrieval.store.local import LocalStore
 
-from retrieval_engines.testing.small_bundles import WIDTH, shared_bundle
+from retrieval_engines.testing.small_bundles import FEATURES, WIDTH, shared_bundle
 
 SCALARS: list[Any] = [7, 7.0, -0.0, 0, 12.5, 2.0**53, 2**53 + 1, 1e300, 5e-324, True, False, None]
 SCALARS += ["7", "shoe", "", "é💥"]
@@ -159,7 +159,7 @@ def test_a_filter_that_can_never_match_is_refused(tmp_path, filter, says):
         sold = Item("2", "a", {"gone": 5}, arrays=arrays)
         index.upsert([Item("1", "a", facts, arrays=arrays), sold])
         index.delete(["2"])
-        query = np.ones(WIDTH, np.float32)
+        query = np.ones(FEATURES, np.float32)
         calls = (
             lambda: len(index.search(query, 3, filter=filter)),
             lambda: len(index.search(query, 3, filter=filter, offset=1)),
