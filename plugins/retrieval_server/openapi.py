@@ -141,6 +141,7 @@ _ADD = {
     _FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS),
     _JSON: _ref(request_bodies.ItemsBody),
 }
+_PATCH = {_JSON: _ref(request_bodies.ItemsPatch)}
 _DELETE = {_JSON: _ref(request_bodies.DeleteBody)}
 _ENCODE = {
     _FORM: _form("image", image=_SEVERAL),
@@ -155,6 +156,7 @@ OPERATIONS = (
     Operation("get", "/index", "get_index", responses.IndexAnswer),
     Operation("get", "/items", "list_items", responses.Page, _LIST),
     Operation("post", "/items", "add_items", responses.AddAnswer, {}, _ADD),
+    Operation("patch", "/items", "patch_items", responses.Changed, {}, _PATCH),
     *_item_operations("/items/{id}", {}),
     *_item_operations("/item", {"id": _ID}),
     Operation("post", "/delete", "delete_items", responses.Deleted, {}, _DELETE),
@@ -176,6 +178,7 @@ def document(handlers: type) -> dict[str, Any]:
             request_bodies.ItemBody,
             request_bodies.ItemPatch,
             request_bodies.ItemsBody,
+            request_bodies.ItemsPatch,
             request_bodies.DeleteBody,
             request_bodies.EmbeddingsBody,
         ),

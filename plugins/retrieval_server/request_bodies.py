@@ -209,6 +209,10 @@ class DeleteBody(JsonBody):
     filter: Annotated[str | dict[str, Any], Field(description="text or an object")]
 
 
+class ItemsPatch(ItemPatch, DeleteBody):
+    """Changes to all items that match a filter; see `ItemPatch`."""
+
+
 class EmbeddingsBody(JsonBody):
     """Images to encode, in the shape that clients of OpenAI send."""
 
@@ -429,6 +433,15 @@ class NewItem(NamedTuple):
 def changes_of(body: Body) -> dict[str, Any]:
     """Parse the body of a PATCH; raise a RequestError 400 if it is invalid."""
     return ItemPatch.of(loads(body.content)).model_dump(exclude_unset=True)
+
+
+def filtered_changes_of(body: Body) -> tuple[Filter | None, dict[str, Any]]:
+    """Parse the filter and the changes of a PATCH of many items; see `changes_of`."""
+    changes = ItemsPatch.of(loads(body.content)).model_dump(exclude_unset=True)
+    filter = filter_of(changes.pop("filter"))
+    if not changes:
+        raise RequestError(400, 'The request changes nothing: send a "label" or "metadata".')
+    return filter, changes
 
 
 def put_item(id: str, body: Body, max_bytes: int) -> NewItem:

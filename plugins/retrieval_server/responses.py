@@ -154,6 +154,13 @@ class Deleted:
 
 
 @dataclass(frozen=True)
+class Changed:
+    """Number of changed items."""
+
+    changed: int
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Name of a snapshot in the folder that the server's operator has set."""
 

@@ -234,7 +234,7 @@ class Routes:
         id = _id_of(request)
         async with self._body(request, _JSON_LIMITS) as body:
             changes = await _parsed(served, body, request_bodies.changes_of)
-            await served.patch(id, changes, _change(request, served, "change", [id]))
+            await served.patch(changes, _change(request, served, "change", [id]))
             return _answer({"id": id, "replaced": True})
 
     async def delete_item(self, request: Request) -> Response:
@@ -257,6 +257,15 @@ class Routes:
             change = _change(request, served, "put", [_usable(item.id) for item in items])
             replaced = await served.put(items, change)
             return _answer({"added": len(items) - replaced, "replaced": replaced})
+
+    async def patch_items(self, request: Request) -> Response:
+        """Change the label or some of the metadata of all items that match a filter."""
+        served = self._served(request)
+        parameters_of(request)
+        async with self._body(request, _JSON_LIMITS) as body:
+            filter, changes = await _parsed(served, body, request_bodies.filtered_changes_of)
+            change = _change(request, served, "change", filter=filter)
+            return _answer({"changed": await served.patch(changes, change)})
 
     async def list_items(self, request: Request) -> Response:
         """List items, page by page."""

@@ -351,17 +351,20 @@ class Served:
 
         return await self._again(ask, _NOT_WRITTEN)
 
-    async def patch(self, id: str, changes: Mapping[str, Any], change: Change) -> None:
-        """Change an item's label or metadata."""
+    async def patch(self, changes: Mapping[str, Any], change: Change) -> int:
+        """Change the label or metadata of the items of a change and return their number."""
 
-        def work(index: Index) -> None:
-            with stage("write", 1):
-                if not index.store.update(id, changes, index.bundle.sha256):
-                    raise no_item()
-            change.count = 1
+        def work(index: Index) -> int:
+            with stage("write"):
+                change.count = index.store.update(
+                    change.ids, changes, index.bundle.sha256, filter=change.filter
+                )
+            if change.filter is None and not change.count:
+                raise no_item()
+            return change.count
 
         turns = self.workers.changes
-        await self._again(lambda: self._change(work, change, turns), _NOT_WRITTEN)
+        return await self._again(lambda: self._change(work, change, turns), _NOT_WRITTEN)
 
     async def delete(self, change: Change) -> int:
         """Delete the items of a change and return their number."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import EllipsisType, MappingProxyType
 from typing import Any, Self, Unpack, overload
 
 import numpy as np
@@ -342,6 +343,44 @@ class Index:
         """
         with stage("write", len(items)):
             return self.store.upsert(items, self.bundle.sha256)
+
+    def update(
+        self,
+        ids: str | Iterable[str] = (),
+        *,
+        filter: FilterLike = None,
+        label: str | EllipsisType | None = ...,
+        metadata: Mapping[str, Any] | None = MappingProxyType({}),
+    ) -> int:
+        """Change the label or metadata of items by id, or of all that match a filter.
+
+        A store in a folder changes all of them or none.
+
+        Args:
+            ids: one or more ids; unknown ids are ignored.
+            filter: filter that items must match.
+            label: the new label, or `None` for none; `...` leaves the labels as they are.
+            metadata: entries that are merged into those of each item (RFC 7396). An entry that is
+                `None` is removed; `None` instead of entries removes all.
+
+        Returns:
+            The number of items that were changed.
+
+        Raises:
+            DataError: a label or metadata cannot be stored, the filter is invalid, or it uses a
+                field that no item has ever had.
+            StoreError: the index is read-only or has another writer, or the disk fails.
+        """
+        changes: dict[str, Any] = {"metadata": metadata}
+        if label is not ...:
+            changes["label"] = label
+        with stage("write"):
+            return self.store.update(
+                [ids] if isinstance(ids, str) else ids,
+                changes,
+                self.bundle.sha256,
+                filter=as_filter(filter),
+            )
 
     def delete(self, ids: str | Iterable[str] = (), *, filter: FilterLike = None) -> int:
         """Delete items by id, or all that match a filter; return how many were deleted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,9 @@ MARGIN = 8
 
 _MAX_CHECKED = 8
 """Largest number of conditions that are examined in a filter that matches nothing."""
+
+
+_CHANGED_AT_ONCE = 16  # items whose originals `update` holds at a time
 
 
 class Superseded(StoreError):
@@ -101,27 +105,52 @@ class Store(ABC):
                 disk fails.
         """
 
-    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
-        """Change the label or metadata of one item, and keep everything else of the item.
+    def update(
+        self,
+        ids: Iterable[str],
+        changes: Mapping[str, Any],
+        bundle: str,
+        *,
+        filter: Filter | None = None,
+    ) -> int:
+        """Change the label or metadata of items, and keep everything else of them.
 
-        This implementation reads the item and then writes it, so what another process changes in
-        between is lost. A store that can exclude this overrides the method.
+        This implementation reads a few items at a time and then writes them, so what another
+        process changes in between is lost, and an error leaves the items before it changed. A store
+        that can exclude this overrides the method.
 
         Args:
-            id: id of the item.
+            ids: ids of the items; unknown ids are ignored.
             changes: a new "label", or a merge patch of the "metadata"; see `Item.changed`.
             bundle: SHA-256 of the manifest of the served bundle.
+            filter: change all items that match it, too.
 
         Returns:
-            Whether an item has this id.
+            The number of items that were changed.
 
         Raises:
             DataError, Superseded, StoreError: see `upsert`.
+            TooSlow: `patience` has ended.
         """
-        item = self.get([id], arrays=True).get(id)
-        if item is not None:
-            self.upsert([replace(item.changed(changes), original=self.original(id))], bundle)
-        return item is not None
+        selected = set(ids)
+        after: str | None = None
+        # All ids are read first, because the change may decide which items match.
+        while filter is not None and (page := self.scan(filter, after=after)):
+            after = page[-1].id
+            selected.update(item.id for item in page)
+        names = sorted(selected)
+        count = 0
+        for start in range(0, len(names), _CHANGED_AT_ONCE):
+            if time.monotonic() > stop_at():
+                raise TooSlow(f"The change takes too long: {count:,} items were changed.")
+            block = self.get(names[start : start + _CHANGED_AT_ONCE], arrays=True)
+            items = [
+                replace(item.changed(changes), original=self.original(item.id))
+                for item in block.values()
+            ]
+            self.upsert(items, bundle)
+            count += len(items)
+        return count
 
     @abstractmethod
     def delete(self, ids: Iterable[str] = (), *, filter: Filter | None = None) -> int:

@@ -36,8 +36,8 @@ from retrieval.store.contract import (
     Capability,
     Store,
     StorePlace,
-    StoreUnavailable,
     Superseded,
+    TooSlow,
     stop_at,
 )
 from retrieval.store.exact_search import check_queries
@@ -95,7 +95,7 @@ from retrieval.store.upkeep import BUNDLES, Upkeep, remove_leftovers
 _FIELDS = 1000  # maximum number of field names that `settings` returns
 _ROWS = 8192  # number of items whose arrays are stacked at a time
 _CACHE_BYTES = 256 << 20  # estimated size at which the cache of items is emptied
-_UPDATE_SECONDS = 30.0  # an update is repeated for this long while others change the item
+_CHANGED_AT_ONCE = 256  # items whose metadata, each up to a megabyte, an update holds at a time
 _ITEM_BYTES = 1000  # estimated memory of an item without its metadata
 
 
@@ -150,16 +150,6 @@ class LocalStore(Store):
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
-        return cast(int, self._upsert(items, bundle))
-
-    def _upsert(
-        self, items: Sequence[Item], bundle: str, expected: list[int] | None = None
-    ) -> int | None:
-        """Add items; return how many were replaced.
-
-        With `expected`, write nothing and return None unless the items with these ids have exactly
-        these numbers. Each write gives an item a new number.
-        """
         self._begin_to_write()
         with self.record.reading() as connection:
             expected_generation = self._served_with(connection, bundle)
@@ -171,31 +161,52 @@ class LocalStore(Store):
             if generation.number != expected_generation.number:
                 texts = checked(items, generation.widths)
             old = numbers_of(connection, [item.id for item in items])
-            if expected not in (None, old):
-                return None
             remove(connection, seq, old)
             numbers = np.array(insert(connection, items, texts))
             self._append(connection, generation, numbers, items)
         self.upkeep.wake()
         return len(old)
 
-    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
-        """Change one item; repeat this if others have written to it meanwhile. See `Store`."""
-        end = min(time.monotonic() + _UPDATE_SECONDS, stop_at())
-        while True:
-            with self.views.moment() as (connection, view):
-                numbers = numbers_of(connection, [id])
-                if not numbers:
-                    return False
-                if view.generation.bundle != bundle:
-                    raise self._superseded("Try again.")
-                row = ask(connection, f"select {ITEM_COLUMNS} from items where n = ?", numbers)
-                (item,) = _with_arrays(connection, row, view)
-            changed = replace(item.changed(changes), original=self.original(id))
-            if self._upsert([changed], bundle, numbers) is not None:
-                return True
-            if time.monotonic() > end:
-                raise StoreUnavailable(f"Others keep changing an item of {self.folder}. Try again.")
+    def update(
+        self,
+        ids: Iterable[str],
+        changes: Mapping[str, Any],
+        bundle: str,
+        *,
+        filter: Filter | None = None,
+    ) -> int:
+        """Change items; see `Store`."""
+        self._begin_to_write()
+        # The arrays are mapped and verified before the lock keeps others from writing.
+        with self.views.moment():
+            pass
+        # No other write can come between the view and this transaction, which has the lock.
+        with self.record.writing() as (connection, seq), self.views.moment() as (_, view):
+            generation = self._served_with(connection, bundle)
+            old = np.array(_selected(connection, ids, filter), np.int64)
+            new = last_number(connection) + 1 + np.arange(len(old))
+            for start in range(0, len(old), _CHANGED_AT_ONCE):
+                if time.monotonic() > stop_at():
+                    raise TooSlow(
+                        f"The change of {len(old):,} items takes too long. Nothing was changed:"
+                        " change fewer items at a time."
+                    )
+                block = slice(start, start + _CHANGED_AT_ONCE)
+                _renumber(connection, seq, old[block].tolist(), new[block].tolist(), changes)
+            has_arrays = view.runs.rows_of(old) >= 0
+            embedded = old[has_arrays]
+
+            def chunks(name: str) -> Iterator[Floats]:
+                for start in range(0, len(embedded), _ROWS):
+                    numbers = embedded[start : start + _ROWS]
+                    yield view.read(connection, numbers, [name])[0][name]
+
+            arrays = {name: chunks(name) for name in generation.widths}
+            append_rows(connection, self.folder, generation, new[has_arrays], arrays)
+            left_out = [(generation.number, n) for n in new[~has_arrays].tolist()]
+            connection.executemany("insert into left_out values (?, ?)", left_out)
+        self.upkeep.wake()
+        return len(old)
 
     def _append(
         self,
@@ -228,12 +239,8 @@ class LocalStore(Store):
         """Delete items; see `Store`."""
         self._begin_to_write()
         with self.record.writing() as (connection, seq):
-            numbers = set(numbers_of(connection, ids))
-            if filter is not None:
-                condition, values = sql_of(connection, filter)
-                sql = f"select n from items where {condition}"
-                numbers |= {n for (n,) in ask(connection, sql, values)}
-            remove(connection, seq, sorted(numbers))
+            numbers = _selected(connection, ids, filter)
+            remove(connection, seq, numbers)
         self.upkeep.wake()
         return len(numbers)
 
@@ -617,6 +624,35 @@ class LocalStore(Store):
                 f"The index {self.folder} was in use when this process was forked. Open it in the "
                 "child, or fork before you open it."
             )
+
+
+def _selected(connection: apsw.Connection, ids: Iterable[str], filter: Filter | None) -> list[int]:
+    """Return the sorted numbers of the items that have one of the ids or match the filter."""
+    numbers = set(numbers_of(connection, ids))
+    if filter is not None:
+        condition, values = sql_of(connection, filter)
+        sql = f"select n from items where {condition}"
+        numbers |= {n for (n,) in ask(connection, sql, values)}
+    return sorted(numbers)
+
+
+def _renumber(
+    connection: apsw.Connection,
+    seq: int,
+    old: list[int],
+    new: list[int],
+    changes: Mapping[str, Any],
+) -> None:
+    """Change items in the record, which gives them new numbers; both lists ascend."""
+    sql = f"select {ITEM_COLUMNS} from items where n in (select value from json_each(?)) order by n"
+    rows = ask(connection, sql, (json.dumps(old),))
+    items = [from_row(row).changed(changes) for row in rows]
+    texts = checked(items, {})
+    # Before `remove`, which would delete the originals.
+    moves = zip(new, old, strict=True)
+    connection.executemany("update originals set n = ? where n = ?", moves)
+    remove(connection, seq, old)
+    insert(connection, items, texts)
 
 
 def _with_arrays(

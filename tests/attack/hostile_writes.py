@@ -76,6 +76,7 @@ class WritingGenerator(Generator):
             (3, self._batch),
             (2, self._encode),
             (2, self._delete),
+            (1, self._patch_items),
             (2, self._list),
             (0.05, self._snapshot),
             (1, self._other_index),
@@ -228,6 +229,14 @@ class WritingGenerator(Generator):
             body = _parts(images) + b"--b--\r\n"
             return Request("encode", named("POST", "/v1/encode", post(body, FORM)))
         return Request("encode", named("POST", "/v1/embeddings", post(body)))
+
+    def _patch_items(self, chance: random.Random) -> Request:
+        filter = json.dumps(chance.choice([*_FILTERS, {"exists": "id"}, {}, None]))
+        parts = [f'"filter": {filter}'] * chance.choice([1, 1, 1, 0, 2])
+        parts += [f'"metadata": {self._metadata(chance)}'] * chance.choice([1, 1, 0])
+        parts += [f'"label": {chance.choice(["null", "[]", json.dumps("x" * 100_000)])}']
+        content = post(("{" + ", ".join(parts) + "}").encode("utf-8", "surrogatepass"))
+        return Request("patch items", named("PATCH", "/v1/items", content))
 
     def _delete(self, chance: random.Random) -> Request:
         ids = [[f"item/{chance.randrange(_NAMES)}"], ["x"] * 10_001, [], [""], ["\ud800"]]

@@ -82,7 +82,7 @@ def test_a_moved_folder_changes_only_paths(album, index):
     moved = album.rename(album.with_name("moved"))
     (moved / "a.bmp").unlink()
     for id in ("b.bmp", "c.bmp"):
-        index.store.update(id, {"label": "moved"}, index.bundle.sha256)
+        index.store.update([id], {"label": "moved"}, index.bundle.sha256)
     assert counts(index.add(moved, progress=False)) == (0, 2, 0, 0)
     assert {item.path.name: item.path.parent for item in index.scan() if item.id != "a.bmp"} == {
         "b.bmp": moved,
@@ -144,7 +144,7 @@ def deleted(index):
 
 
 def labelled(index):
-    index.store.update("b.bmp", {"label": "new"}, index.bundle.sha256)
+    index.store.update(["b.bmp"], {"label": "new"}, index.bundle.sha256)
     return {"a.bmp", "b.bmp", "c.bmp"}
 
 
@@ -216,7 +216,7 @@ def test_an_add_that_a_migration_interrupts_counts_each_item_once(
 def test_new_labels_that_meet_a_migration_keep_the_new_vectors(album, index, tmp_path, monkeypatch):
     other = makers.make_bundle(tmp_path / "other", seed=5)
     for id in ("a.bmp", "b.bmp"):
-        index.store.update(id, {"label": "x"}, index.bundle.sha256)
+        index.store.update([id], {"label": "x"}, index.bundle.sha256)
     genuine = adding._rewrite
 
     def interrupted(index, bundle, rewritten):

@@ -97,6 +97,11 @@ def test_every_method_of_a_client(served, empty, photos, tmp_path):
         assert client.put("y", vector=np.array(vector)).replaced is True
         with open_index(tmp_path / client.snapshot(), threads=1) as copy:
             assert len(copy) == len(IDS) + 2
+        named = "id in ('x', 'y')"
+        assert client.patch_items(named, label="L", metadata={"a": {"b": 1}}) == 2
+        assert client.patch_items("label = 'L'", metadata={"a": {"c": 2}}) == 2
+        changed = [(item.id, item.label, item.metadata) for item in client.items(named)]
+        assert changed == [(id, "L", {"a": {"b": 1, "c": 2}}) for id in "xy"]
         assert client.delete_items("id in ('x', 'y')") == 2
         for id in IDS:
             client.delete(id)

@@ -343,7 +343,7 @@ def test_a_store_of_a_replaced_folder_refuses_to_write(has_written, living, bund
         for write in (
             lambda: index.upsert([item]),
             lambda: index.delete(["new"]),
-            lambda: index.store.update("new", {"label": "x"}, index.bundle.sha256),
+            lambda: index.store.update(["new"], {"label": "x"}, index.bundle.sha256),
         ):
             with pytest.raises(StoreError, match="replaced or removed"):
                 write()

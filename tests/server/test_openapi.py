@@ -90,6 +90,7 @@ def test_responses_match_the_document(served, living, photos):
         own("/index")
         own("/items?limit=3")
         own("/items", "POST", json={"items": [{"id": "d", "vector": vector}]})
+        own("/items", "PATCH", json={"filter": "n = 2", "label": "z", "metadata": None})
         own("/items/a%2Fb?vector=true", end="/items/{id}")
         own("/items/a%2Fb/image", end="/items/{id}/image")
         own("/items/a%2Fb/thumbnail", end="/items/{id}/thumbnail")

@@ -62,9 +62,11 @@ class Takes(LocalStore):
 class Loses(LocalStore):
     """Loses the original of an item whose label changes."""
 
-    def update(self, id: str, changes: Mapping[str, Any], bundle: str) -> bool:
-        item = self.get([id], arrays=True).get(id)
-        return item is not None and self.upsert([replace(item, **changes)], bundle) == 1
+    def update(
+        self, ids: Iterable[str], changes: Mapping[str, Any], bundle: str, *, filter: Any = None
+    ) -> int:
+        items = self.get(ids, arrays=True).values()
+        return self.upsert([replace(item, **changes) for item in items], bundle)
 
 
 class Folds(LocalStore):

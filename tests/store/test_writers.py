@@ -8,14 +8,16 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from retrieval.bundle.bundle import Bundle
-from retrieval.errors import StoreError
-from retrieval.store import local, record, upkeep
-from retrieval.store.contract import Item, StoreUnavailable, widths_of
+from retrieval.errors import DataError, StoreError
+from retrieval.store import record, upkeep
+from retrieval.store.contract import Item, Store, StoreUnavailable, TooSlow, patience, widths_of
+from retrieval.store.filters import parse_filter
 from retrieval.store.folder import check_record, create_local
 from retrieval.store.local import LocalStore
 from retrieval.store.search_structure import StructureChoice
@@ -128,7 +130,7 @@ def test_an_update_keeps_what_others_change_meanwhile(index, bundle):
             missing = []
             for n in range(100):
                 entry = str(n) if name == "label" else {"n": n}
-                assert store.update("id1", {name: entry}, bundle.sha256)
+                assert store.update(["id1"], {name: entry}, bundle.sha256)
                 time.sleep(0.002)
                 item = store.get(["id1"])["id1"]
                 if (item.label if name == "label" else {"n": item.metadata["n"]}) != entry:
@@ -140,26 +142,61 @@ def test_an_update_keeps_what_others_change_meanwhile(index, bundle):
     holds(index, bundle, {"id1"})
 
 
-def test_an_update_of_an_item_that_goes_or_never_rests(index, bundle, monkeypatch):
-    write = LocalStore._upsert
+def test_an_update_of_many_items_is_whole_or_nothing(index, bundle):
+    everything = parse_filter("price >= 0")
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
-        store.upsert(items([1]), bundle.sha256)
+        store.upsert(items(range(600)), bundle.sha256)
+        store.update(["id599"], {"metadata": {"text": "x" * 500_000}}, bundle.sha256)
+        large = {"metadata": {"more": "x" * 600_000}}  # too large with that text, in the last block
+        with pytest.raises(DataError, match="id599"):
+            store.update((), large, bundle.sha256, filter=everything)
+        with pytest.raises(TooSlow, match="600 items takes too long"), patience(-1):
+            store.update((), {"label": "x"}, bundle.sha256, filter=everything)
+        for n, item in enumerate(items(range(600))):
+            kept = other.get([item.id], arrays=True)[item.id]
+            text = kept.metadata.pop("text", None)
+            assert (kept.label, kept.metadata) == (item.label, item.metadata), text
+            assert (kept.vector == VECTORS[n]).all()
+        assert store.update((), {"label": "x"}, bundle.sha256, filter=everything) == 600
+        assert other.count(parse_filter("label = 'x'")) == 600
+        queries = VECTORS[:600:50]
+        nearest = other.propose(queries, 1, bundle.sha256)
+        assert [found.items[0].id for found in nearest] == [f"id{n}" for n in range(0, 600, 50)]
+    holds(index, bundle, {f"id{n}" for n in range(600)})
 
-        def meanwhile(change):
-            def upsert(own, *arguments):
-                if own is store:
-                    change()
-                return write(own, *arguments)
 
-            monkeypatch.setattr(LocalStore, "_upsert", upsert)
+def test_an_engine_updates_a_few_items_at_a_time(index, bundle):
+    """As the contract does it for a store that has no way of its own."""
+    below = parse_filter("price < 45")
+    changes = {"label": "x", "metadata": {"price": None, "n": {"a": 1}}}
+    with LocalStore(index, upkeep=False) as store:
+        kept = [replace(item, keep="copy", original=item.id.encode()) for item in items(range(50))]
+        store.upsert(kept, bundle.sha256)
+        assert Store.update(store, ["id49", "no"], changes, bundle.sha256, filter=below) == 46
+        for n, item in enumerate(items(range(50))):
+            changed = n < 45 or n == 49
+            read = store.get([item.id], arrays=True)[item.id]
+            expected = ("x", {"n": {"a": 1}}) if changed else (item.label, {"price": n})
+            assert (read.label, read.metadata) == expected and (read.vector == VECTORS[n]).all()
+            assert store.original(item.id) == item.id.encode()
+        with pytest.raises(TooSlow, match="0 items were changed"), patience(-1):
+            Store.update(store, ["id1"], changes, bundle.sha256)
 
-        meanwhile(lambda: other.upsert(items([1]), bundle.sha256))
-        monkeypatch.setattr(local, "_UPDATE_SECONDS", 0.3)
-        with pytest.raises(StoreUnavailable, match="Others keep changing an item"):
-            store.update("id1", {"label": "new"}, bundle.sha256)
-        meanwhile(lambda: other.delete(["id1"]))
-        assert not store.update("id1", {"label": "new"}, bundle.sha256)
-    holds(index, bundle, set())
+
+def test_an_update_keeps_items_that_could_not_be_embedded(index, bundle, other):
+    with LocalStore(index, upkeep=False) as store:
+        store.upsert(items(range(3)), bundle.sha256)
+        generation = store.begin(other, widths_of(other))
+        first, second, _ = store.pending(generation, 10)
+        embedded = [Item(item.id, arrays={"vector": VECTORS[9]}) for item in (first, second)]
+        store.embed(generation, embedded, ["id2"])
+        assert store.switch(generation)
+        assert store.update(["id1", "id2"], {"label": "new"}, other.sha256) == 2
+        read = store.get(["id0", "id1", "id2"], arrays=True).values()
+        assert [entry.label for entry in read] == ["0", "new", "new"]
+        assert [bool(entry.arrays) for entry in read] == [True, True, False]
+        store.compact()
+    assert check_record(index, lambda count: None) == ([], [])
 
 
 def test_work_is_claimed_by_one_process(index, bundle, monkeypatch):

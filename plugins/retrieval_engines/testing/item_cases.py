@@ -243,14 +243,40 @@ class ItemCases(Bench):
             ({"metadata": {"a": {"c": 4}}}, "", {"price": 1, "a": {"b": 3, "c": 4}}),
         ):
             self.items["a"] = replace(item, label=label, metadata=metadata)
-            assert self.store.update("a", changes, self.bundle.sha256)
+            assert self.store.update(["a"], changes, self.bundle.sha256) == 1
             check_item(self.store.get(["a"], arrays=True)["a"], self.items["a"])
             assert self.store.original("a") == b"bytes"
         with refused(DataError):
-            self.store.update("a", {"label": HALF}, self.bundle.sha256)
+            self.store.update(["a"], {"label": HALF}, self.bundle.sha256)
         with refused(Superseded):
-            self.store.update("a", {"label": "new"}, shared_bundle(seed=1).sha256)
-        assert not self.store.update("b", {"label": "new"}, self.bundle.sha256)
+            self.store.update(["a"], {"label": "new"}, shared_bundle(seed=1).sha256)
+        assert not self.store.update(["b"], {"label": "new"}, self.bundle.sha256)
+        self.check_reopened()
+
+    def test_updating_all_that_match_a_filter(self) -> None:
+        """`update` changes named and matching items, although the change decides what matches.
+
+        More items match than a page or a block has. An "atomic" store changes all or none.
+        """
+        self.create()
+        for n in range(40):
+            metadata = {"price": n, "sold": False}
+            item = random_item(f"i{n:02}", label="old", metadata=metadata, keep="copy")
+            self.put([replace(item, original=b"x" * (n + 1))])
+        filter = parse_filter("sold = false and price < 35")
+        changes = {"label": "new", "metadata": {"sold": True, "on": "today"}}
+        assert self.store.update(["i37", "none"], changes, self.bundle.sha256, filter=filter) == 36
+        for n in (*range(35), 37):
+            item = self.items[f"i{n:02}"]
+            merged = {**item.metadata, "sold": True, "on": "today"}
+            self.items[item.id] = replace(item, label="new", metadata=merged)
+        for id, item in self.store.get(self.items, arrays=True).items():
+            check_item(item, self.items[id])
+            assert self.store.original(id) == self.items[id].original
+        assert not self.store.update((), changes, self.bundle.sha256, filter=filter)
+        with refused(DataError):
+            sold = parse_filter("sold = true")
+            self.store.update((), {"label": HALF}, self.bundle.sha256, filter=sold)
         self.check_reopened()
 
     def test_ids_are_looked_up_exactly(self) -> None:
@@ -531,7 +557,7 @@ class ItemCases(Bench):
         bundle = self.bundle.sha256
         return {
             "upsert": lambda: store.upsert([random_item("a")], bundle),
-            "update": lambda: store.update("id 1", {"label": "b"}, bundle),
+            "update": lambda: store.update(["id 1"], {"label": "b"}, bundle),
             "delete": lambda: store.delete(["id 1"]),
             "get": lambda: store.get(["id 1"]),
             "original": lambda: store.original("id 1"),

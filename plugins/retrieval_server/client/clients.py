@@ -178,6 +178,21 @@ class AsyncClient(Sender):
             "PATCH", "/item", responses.PutAnswer, **content, **id_parameter(id)
         )
 
+    async def patch_items(
+        self,
+        filter: Filter,
+        *,
+        label: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Change all items that match `filter` as `patch` does, and return their number.
+
+        A failed request is not repeated, because it might have changed some items already.
+        """
+        content = json_of({"filter": filter, **without_none(label=label, metadata=metadata)})
+        done = await self._send("PATCH", "/items", responses.Changed, repeats=False, **content)
+        return done.changed
+
     async def add(self, items: Iterable[NewItem]) -> responses.AddAnswer:
         """Add or replace several items in one atomic request.
 
@@ -339,6 +354,7 @@ class Client:
     encode = _blocking(AsyncClient.encode)
     put = _blocking(AsyncClient.put)
     patch = _blocking(AsyncClient.patch)
+    patch_items = _blocking(AsyncClient.patch_items)
     add = _blocking(AsyncClient.add)
     get = _blocking(AsyncClient.get)
     delete = _blocking(AsyncClient.delete)
