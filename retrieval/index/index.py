@@ -272,7 +272,13 @@ class Index:
             try:
                 for start in range(0, len(vectors), _QUERIES_PER_BLOCK):
                     block = vectors[start : start + _QUERIES_PER_BLOCK]
-                    proposed = self.store.propose(block, count, bundle.sha256, filter=filter)
+                    proposed = self.store.propose(
+                        block,
+                        count,
+                        bundle.sha256,
+                        filter=filter,
+                        arrays=not bundle.compares_vectors_alone,
+                    )
                     for row, group in enumerate(proposed, start):
                         if codes is None:
                             code = None
