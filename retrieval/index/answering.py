@@ -89,7 +89,9 @@ def _nearest(
     hits: list[list[Hit]] = []
     for start in range(0, len(vectors), _QUERIES_PER_BLOCK):
         block = vectors[start : start + _QUERIES_PER_BLOCK]
-        proposed = index.store.propose(block, count, bundle.sha256, filter=filter)
+        proposed = index.store.propose(
+            block, count, bundle.sha256, filter=filter, arrays=not bundle.compares_vectors_alone
+        )
         for row, group in enumerate(proposed, start):
             if codes is None:
                 code = None

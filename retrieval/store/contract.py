@@ -272,20 +272,28 @@ class Store(ABC):
         """
 
     def propose(
-        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
+        self,
+        queries: Floats,
+        count: int,
+        bundle: str,
+        *,
+        filter: Filter | None = None,
+        arrays: bool = True,
     ) -> list[Candidates]:
         """Propose the items of `search` and a few more, with their arrays stacked.
 
-        A store may override this to compute distances itself or to read arrays lazily.
+        A store may override this to compute distances itself. Then False for `arrays` lets it leave
+        out the arrays of candidates that have distances, which takes a fifth of the time of a
+        batch of queries in a small index.
         """
         answers = []
         for items in self.search(queries, count + MARGIN, bundle, filter=filter):
             items.sort(key=lambda item: item.id)
-            arrays: dict[str, Floats] = {}
+            stacked: dict[str, Floats] = {}
             if items:
                 names = items[0].arrays
-                arrays = {name: np.stack([item.arrays[name] for item in items]) for name in names}
-            answers.append(Candidates(items, arrays))
+                stacked = {name: np.stack([item.arrays[name] for item in items]) for name in names}
+            answers.append(Candidates(items, stacked))
         return answers
 
     # Generations

@@ -309,13 +309,25 @@ class LocalStore(Store):
         return answers
 
     def propose(
-        self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
+        self,
+        queries: Floats,
+        count: int,
+        bundle: str,
+        *,
+        filter: Filter | None = None,
+        arrays: bool = True,
     ) -> list[Candidates]:
         """Propose the nearest items with their distances; see `Store`."""
-        return self._proposed(queries, count, MARGIN, bundle, filter)
+        return self._proposed(queries, count, MARGIN, bundle, filter, arrays)
 
     def _proposed(
-        self, queries: Floats, count: int, margin: int, bundle: str, filter: Filter | None
+        self,
+        queries: Floats,
+        count: int,
+        margin: int,
+        bundle: str,
+        filter: Filter | None,
+        arrays: bool = True,
     ) -> list[Candidates]:
         """Return what `propose` does; search `margin` more rows, as they may tie with the last."""
 
@@ -333,7 +345,7 @@ class LocalStore(Store):
             only = view.matched.get(filter)
         if view is not None and (filter is None or only is not None):
             hits = nearest(view, only)
-            if (answers := self._candidates(view, *hits, count, None)) is not None:
+            if (answers := self._candidates(view, *hits, count, arrays, None)) is not None:
                 return answers
         with self.views.moment() as (connection, current):
             if hits is None or current is not view:
@@ -342,7 +354,8 @@ class LocalStore(Store):
                 else:
                     only = self.masks.of(connection, current, filter)
                 hits = nearest(current, only)
-            return cast(list[Candidates], self._candidates(current, *hits, count, connection))
+            answers = self._candidates(current, *hits, count, arrays, connection)
+            return cast(list[Candidates], answers)
 
     def _candidates(
         self,
@@ -350,9 +363,10 @@ class LocalStore(Store):
         squared: Floats64 | None,
         rows: Ints,
         count: int,
+        arrays: bool,
         connection: apsw.Connection | None,
     ) -> list[Candidates] | None:
-        """Return the items of rows (Q, n), per query.
+        """Return the items of rows (Q, n), per query; see `propose`.
 
         Rows with squared distances are cut to the nearest `count`. Without a connection, return
         None if an item is not in memory.
@@ -373,7 +387,8 @@ class LocalStore(Store):
                 distances = None
             else:
                 distances = np.sqrt(squared[query, : len(items)])
-            candidates.append(_sorted(view, items, rows_of_queries[query], distances, count))
+            rows_of_query = rows_of_queries[query]
+            candidates.append(_sorted(view, items, rows_of_query, distances, count, arrays))
         return candidates
 
     def _items_of(
@@ -674,9 +689,17 @@ def _with_arrays(
 
 
 def _sorted(
-    view: View, items: list[Item], rows: Ints, distances: Floats64 | None, count: int
+    view: View,
+    items: list[Item],
+    rows: Ints,
+    distances: Floats64 | None,
+    count: int,
+    arrays: bool,
 ) -> Candidates:
-    """Order one query's items by id, or by distance and then id, and keep the nearest `count`."""
+    """Order one query's items by id, or by distance and then id, and keep the nearest `count`.
+
+    `arrays` is that of `Store.propose`.
+    """
     if distances is None:
         keys = [0.0] * len(items)
     else:
@@ -689,13 +712,15 @@ def _sorted(
         items = items[:count]
         rows = rows[:count]
         distances = distances[:count]
-    arrays = {}
+        if not arrays:
+            return Candidates(items, {}, distances)
+    contents = {}
     for name, file in view.arrays.items():
         # Features are large, and no search compares them.
         if name != FEATURES:
             with file.reading(view.rows) as content:
-                arrays[name] = content[rows]
-    return Candidates(items, arrays, distances)
+                contents[name] = content[rows]
+    return Candidates(items, contents, distances)
 
 
 def _has_notes(connection: apsw.Connection) -> bool:

@@ -73,7 +73,7 @@ propose = LocalStore.propose
 def unmeasured(store: LocalStore, *arguments: Any, **named: Any) -> list[Candidates]:
     """Propose as a store that computes no distances does."""
     answers = []
-    for nearest in propose(store, *arguments, **named):
+    for nearest in propose(store, *arguments, **named | {"arrays": True}):
         order = sorted(range(len(nearest.items)), key=lambda row: nearest.items[row].id)
         arrays = {name: array[order] for name, array in nearest.arrays.items()}
         answers.append(Candidates([nearest.items[row] for row in order], arrays))
