@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -71,27 +71,8 @@ _MOMENT_SECONDS = 0.002
 _TRIES = 5
 """Number of attempts at a request while the index or its bundle is being replaced."""
 _BATCH = 32
-_TOGETHER = 16
-"""Largest number of requests' vectors that are searched at once."""
 T = TypeVar("T")
 Finish = Callable[[Query, list[list[Hit]], Index], bytes]
-
-
-@dataclass(eq=False, slots=True)
-class _Vector:
-    """A waiting query of one vector.
-
-    Attributes:
-        query: the query.
-        options: bundle, k and candidates; vectors with equal options can be searched together.
-        hits: the vector's hits, if it was searched together with another request's vector.
-        seconds: duration of that search's stages.
-    """
-
-    query: Query
-    options: tuple[Any, ...]
-    hits: list[Hit] | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Served:
@@ -121,7 +102,6 @@ class Served:
         self._users = Counter({index: 1})
         self._audit = audit
         self._reopen = reopen
-        self._vectors = list[_Vector]()
         self._folders = [Path(os.path.realpath(folder)) for folder in settings.images]
 
     @contextmanager
@@ -193,9 +173,6 @@ class Served:
 
         async def ask() -> bytes:
             bundle = self.index.bundle
-            if _is_plain(query, bundle):
-                vector = _Vector(query, (bundle, query.options.k, query.options.candidates))
-                return await self._search_vector(vector, bundle, finish)
             images = [input.image for input in query.inputs if input.image is not None]
             decoded = await self.workers.pixels(bundle, images)
             if decoded:
@@ -207,42 +184,6 @@ class Served:
             return await self.workers.searches.run(search)
 
         return await self._again(ask, DAMAGED)
-
-    async def _search_vector(self, vector: _Vector, bundle: Bundle, finish: Finish) -> bytes:
-        find = partial(self._together, vector)
-        self._vectors.append(vector)
-        try:
-            search = partial(self._searched, bundle, vector.query, find, finish)
-            return await self.workers.searches.run(search)
-        finally:
-            # Another request's search may have included the vector.
-            with suppress(ValueError):
-                self._vectors.remove(vector)
-
-    def _together(self, own: _Vector, index: Index) -> list[list[Hit]]:
-        """Return the hits of a vector; search waiting vectors with equal options together with it.
-
-        A search of eight vectors takes at most half the time of eight searches.
-        """
-        trail = TRAIL.get() or Trail()
-        for name, seconds in own.seconds.items():
-            trail.note(name, seconds)
-        if own.hits is None:
-            alike = [vector for vector in self._vectors if vector.options == own.options]
-            batch = [own, *(vector for vector in alike if vector is not own)][:_TOGETHER]
-            for vector in batch:
-                with suppress(ValueError):
-                    self._vectors.remove(vector)
-            inputs = tuple(vector.query.inputs[0] for vector in batch)
-            before = dict(trail.seconds)
-            hits = _hits(index, own.query._replace(inputs=inputs), None)
-            for vector, vector_hits in zip(batch, hits, strict=True):
-                vector.hits = vector_hits
-                vector.seconds = {
-                    name: trail.seconds.get(name, 0.0) - before.get(name, 0.0)
-                    for name in ("search", "items")
-                }
-        return [own.hits or []]
 
     def _searched(
         self,
@@ -445,22 +386,6 @@ class Served:
         if item.bytes is not None and len(content) != item.bytes:
             raise RequestError(404, f"{image} was changed after it was indexed.")
         return content
-
-
-def _is_plain(query: Query, bundle: Bundle) -> bool:
-    """Return whether a query is one vector that can be searched together with other requests'."""
-    vector = query.inputs[0].vector
-    options = query.options
-    return (
-        len(query.inputs) == 1
-        and vector is not None
-        and len(vector) == bundle.manifest.vector
-        and np.abs(vector).max() < np.finfo(np.float32).max
-        # Encoding features in a batch would change the last bits of their vectors.
-        and bundle.manifest.input.kind != "features"
-        and query.filter is None
-        and not options.explain
-    )
 
 
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
