@@ -12,10 +12,8 @@ from retrieval.base.lazy import lazy_names
 
 # `lazy_names` reads this list.
 if TYPE_CHECKING:
-    from retrieval_engines.remote_store import (
-        RemotePlace as RemotePlace,
-        RemoteStore as RemoteStore,
-    )
+    from retrieval_engines.remote_place import RemotePlace as RemotePlace
+    from retrieval_engines.remote_store import RemoteStore as RemoteStore
     from retrieval_engines.rows import Row as Row
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -10,7 +10,8 @@ from typing import Any
 from retrieval.errors import StoreError
 from retrieval.plugin import stores
 
-from retrieval_engines.remote_store import RemotePlace, RemoteStore, check_name, need_client
+from retrieval_engines.remote_place import RemotePlace, check_name, need_client
+from retrieval_engines.remote_store import RemoteStore
 
 # Milvus allows no other characters. "__" separates the parts of a collection's name.
 _NAME = r"(?=.{1,200}$)[A-Za-z_](?:_?[A-Za-z0-9])*_?"

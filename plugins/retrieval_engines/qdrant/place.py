@@ -6,7 +6,8 @@ import os
 
 from retrieval.plugin import stores
 
-from retrieval_engines.remote_store import RemotePlace, RemoteStore, check_name, need_client
+from retrieval_engines.remote_place import RemotePlace, check_name, need_client
+from retrieval_engines.remote_store import RemoteStore
 
 # "~" separates the parts of a collection's name.
 _NAME = r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
