@@ -11,7 +11,10 @@ from retrieval_server.keys import MAX_SENT, KeySource
 from retrieval_server.problems import RequestError
 from retrieval_server.settings import HEALTH, ROLES, Role, Settings
 
-_KEYLESS = re.compile(r"/|/page(?:-part|-edit)?\.(?:css|js)|/livez|/readyz|/v1/openapi\.json")
+_KEYLESS = re.compile(
+    r"/|/duplicates|/page(?:-part|-edit|-duplicates)?\.(?:css|js)|/livez|/readyz"
+    r"|/v1/openapi\.json"
+)
 _READS = re.compile(r"/v1(?:/indexes/[^/]+)?/(?:search(?:/batch)?|encode|embeddings)")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
 _CLOSE = {"Connection": "close"}

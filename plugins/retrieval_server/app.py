@@ -80,10 +80,13 @@ _MAX_TEXT = 500
 _KEYS_SECONDS = 0.5
 """Seconds between two checks whether the file of keys has changed."""
 _PAGE = {
-    "page.html": "text/html",
-    "page.css": "text/css",
-    **dict.fromkeys(("page.js", "page-part.js", "page-edit.js"), "text/javascript"),
+    **dict.fromkeys(("page.html", "page-duplicates.html"), "text/html"),
+    **dict.fromkeys(("page.css", "page-duplicates.css"), "text/css"),
+    **dict.fromkeys(
+        ("page.js", "page-part.js", "page-edit.js", "page-duplicates.js"), "text/javascript"
+    ),
 }
+_PAGE_PATHS = {"page.html": "/", "page-duplicates.html": "/duplicates"}
 _SENTENCES = {
     404: "There is nothing at this address.",
     405: "This address does not support this method.",
@@ -327,7 +330,7 @@ def _static(name: str, media_type: str) -> NamedRoute:
     async def respond(request: Request) -> Response:
         return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
-    return NamedRoute("/" if name == "page.html" else f"/{name}", respond)
+    return NamedRoute(_PAGE_PATHS.get(name, f"/{name}"), respond)
 
 
 def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:

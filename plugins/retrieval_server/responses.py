@@ -205,7 +205,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class IndexAnswer:
-    """Description of an index, and the role that the request's key has in it."""
+    """Description of an index, and the role that the request's key has in it.
+
+    `identity` is the id that the index received when it was created; its copies have the same.
+    """
 
     index: str
     name: str
@@ -222,3 +225,4 @@ class IndexAnswer:
     bytes: int | None = None
     fields: tuple[str, ...] | None = None
     role: Literal["read", "write", "admin"] | None = None
+    identity: str | None = None

@@ -630,6 +630,7 @@ def _description(name: str, index: Index) -> dict[str, Any]:
     manifest = bundle.manifest
     return {
         "index": name,
+        "identity": index.identity,
         "name": manifest.name,
         "items": len(index),
         "bundle": bundle.sha256,

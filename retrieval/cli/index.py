@@ -7,6 +7,7 @@ import os
 import platform
 import pwd
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from retrieval.cli.common import (
     this_command,
 )
 from retrieval.cli.plugins import PLUGIN_OPTION, plugin_option
-from retrieval.errors import StoreError, listed, one_line
+from retrieval.errors import DataError, StoreError, listed, one_line
 
 if TYPE_CHECKING:
     from retrieval.base.runtime import Device
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 _PLUGINS = "retrieval.plugins"
 _LOW_RECALL = 0.9  # recall@10 below which a note suggests other parameters
+_REVIEWED_BYTES = 100_000_000
 
 
 @click.group(
@@ -501,21 +503,68 @@ def compact_command(path: IndexPlace, as_json: bool) -> None:
     tell(path, as_json, f"{path}: {sentence}", bytes_before=before, bytes=after)
 
 
-@verb("duplicates", "retrieval index duplicates photos.index --within 0.05")
+def _reviewed(path: Path, identity: str) -> list[list[str]]:
+    """Return the sets of ids in a file of the page that reviews duplicates."""
+    from retrieval.base.strict_json import strict_loads
+
+    try:
+        if path.stat().st_size > _REVIEWED_BYTES:
+            raise DataError(f"{path} has more than {_REVIEWED_BYTES:,} bytes: it is no such file.")
+        content = strict_loads(path.read_bytes())
+        sets: list[list[str]] = content["reviewed"]
+        usable = all(isinstance(id, str) for ids in sets for id in ids)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, TypeError, KeyError):
+        usable = False
+    if not usable:
+        raise DataError(f"{path} is damaged: download it from the page /duplicates again.")
+    if content.get("identity") != identity:
+        raise DataError(f"{path} is of another index.")
+    return sets
+
+
+@verb(
+    "duplicates",
+    "retrieval index duplicates photos.index --within 0.05",
+    "retrieval index duplicates photos.index --within 0.05 --output groups.json",
+)
 @INDEX
 @click.option(
     "--within", required=True, type=click.FloatRange(0), help="Largest distance, as in searches."
 )
 @FILTER
+@click.option(
+    "--reviewed",
+    multiple=True,
+    type=PATH,
+    metavar="FILE",
+    help="What was kept: reviewed.json of the server's page /duplicates; repeatable.",
+)
+@click.option(
+    "--output", type=PATH, metavar="FILE", help="Also write the groups, for the page /duplicates."
+)
 @JSON
-def duplicates_command(path: IndexPlace, within: float, filter: str | None, as_json: bool) -> None:
+def duplicates_command(
+    path: IndexPlace,
+    within: float,
+    filter: str | None,
+    reviewed: tuple[Path, ...],
+    output: Path | None,
+    as_json: bool,
+) -> None:
     """List groups of items of INDEX that are near the first item of their group."""
+    from retrieval.base.files import write_json
+
     with opened_index(path) as opened:
-        groups = opened.duplicates(within, filter=filter)
-    rows = []
+        identity = opened.identity
+        sets = [ids for file in reviewed for ids in _reviewed(file, identity)]
+        groups = opened.duplicates(within, filter=filter, reviewed=sets)
+    rows = [asdict(group) for group in groups]
+    if output is not None:
+        write_json(output, {"index": str(path), "identity": identity, "groups": rows}, DataError)
     lines = []
     for group in groups:
-        rows.append({"ids": group.ids, "radius": group.radius, "diameter": group.diameter})
         ids = "  ".join(map(one_line, group.ids))
         about = f"{len(group.ids)} items within {group.radius:.4f} of the first"
         lines.append(f"{about}, diameter {group.diameter:.4f}: {ids}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,51 +41,69 @@ class Duplicates:
         radius: largest distance between the representative and another item, at most `within`.
         diameter: largest distance between two items of the group. Of a group with over 1,000
             different items, only 1,000 are compared with the others.
+        distances: distance of each of `ids` to the representative; 0 for an exact copy.
     """
 
     ids: tuple[str, ...]
     radius: float
     diameter: float
+    distances: tuple[float, ...] = ()
 
     __repr__ = short_repr
 
 
 def duplicates(
-    index: Index, within: float, *, filter: FilterLike = None, progress: Progress = True
+    index: Index,
+    within: float,
+    *,
+    filter: FilterLike = None,
+    reviewed: Iterable[Iterable[str]] = (),
+    progress: Progress = True,
 ) -> list[Duplicates]:
     """Return groups of near-duplicates, the largest group first.
 
-    Two items are neighbours if their distance is at most `within`. The item with the most
-    neighbours represents the first group (of several such items, the one with the smallest id;
-    1,024 neighbours count as the most), and all its neighbours belong to it. Of the items that
-    belong to no group yet, the next one in this order represents the next group, and so on. So
-    nothing in a group is farther than `within` from its representative, however many neighbours
-    lie in a chain.
+    Items with the same original or the same vector are exact copies, at distance 0. Other items are
+    neighbours if their distance is at most `within`. The item with the most copies and neighbours
+    represents the first group (of several such items, the one with the smallest id; 1,024 count as
+    the most), and all its neighbours belong to it. Of the items that belong to no group yet, the
+    next one in this order represents the next group, and so on. So nothing in a group is farther
+    than `within` from its representative, however many neighbours lie in a chain.
 
     Args:
         within: largest distance of an item and its group's representative, on the scale of
             `Hit.distance`.
         filter: compare only items that match this filter.
+        reviewed: sets of ids. Two items of one set are never in one group: somebody has looked at
+            them and decided to keep both.
         progress: see `add`.
     """
+    reviews: dict[str, set[int]] = {}
+    for number, ids in enumerate(reviewed):
+        for id in ids:
+            reviews.setdefault(id, set()).add(number)
     with showing(progress):
-        return _groups(index, within, as_filter(filter))
+        return _groups(index, within, as_filter(filter), reviews)
 
 
-def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicates]:
-    """Return groups of near-duplicates; see `duplicates`."""
+def _groups(
+    index: Index, within: float, filter: Filter | None, reviews: Mapping[str, set[int]]
+) -> list[Duplicates]:
+    """Return groups of near-duplicates; see `duplicates`.
+
+    Args:
+        reviews: numbers of the sets that hold an id, by id.
+    """
     if not within >= 0:
         raise DataError(f"The distance of duplicates must be at least 0, not {within}.")
-    # Of items with the same arrays only the first, the original, is compared with others.
-    equal: dict[bytes, list[str]] = {}
-    for page in _pages(index, filter):
-        for item in page:
-            equal.setdefault(_hash(item), []).append(item.id)
-    copies = {ids[0]: ids[1:] for ids in equal.values()}
-    original = {id: ids[0] for ids in equal.values() for id in ids}
+    original = _originals(index, filter, reviews)
+    copies: dict[str, list[str]] = {}
+    for id, first in original.items():
+        copies.setdefault(first, [])
+        if id != first:
+            copies[first].append(id)
 
     def neighbours(items: list[Item], most: int) -> list[dict[str, float]]:
-        """Return the distance of each item's near originals; its own id stands for its copies."""
+        """Return the distance of each item's near originals, without the item itself."""
         limits = [most + len(copies[item.id]) for item in items]
         originals = []
         answers = _neighbours(index, items, limits, within, filter)
@@ -93,21 +111,16 @@ def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicat
             # An item may have been added since the originals were read.
             near = {original[id]: distance for id, distance in answer.items() if id in original}
             near.pop(item.id, None)
-            if copies[item.id]:
-                # A rescorer may give equal items a distance above 0.
-                to_copies = float(item_distances(index.bundle, item, stacked_arrays([item]))[0])
-                if to_copies <= within:
-                    near[item.id] = to_copies
             originals.append(near)
         return originals
 
-    counts: dict[str, int] = {}  # number of neighbours of each original that has any
+    counts: dict[str, int] = {}  # copies and neighbours of each original that has any
     with Meter("comparing", index.count(filter), "items") as meter:
         for page in _pages(index, filter):
             items = [item for item in page if item.id in copies]
             for item, near in zip(items, neighbours(items, _MAX_NEIGHBOURS), strict=True):
-                if near:
-                    count = sum(1 + len(copies[id]) for id in near) - (item.id in near)
+                count = len(copies[item.id]) + sum(1 + len(copies[id]) for id in near)
+                if count:
                     counts[item.id] = min(count, _MAX_NEIGHBOURS)
             meter.update(len(page))
     order = sorted(counts, key=lambda id: (-counts[id], id))
@@ -121,25 +134,73 @@ def _groups(index: Index, within: float, filter: Filter | None) -> list[Duplicat
             items = [item for item in index.store.get(block, arrays=True).values() if item.arrays]
             items.sort(key=lambda item: block.index(item.id))
             for item, near in zip(items, neighbours(items, len(original)), strict=True):
-                free = [id for id in near if id not in grouped]
-                if item.id in grouped or not free:
+                if item.id in grouped:
                     continue
-                radius = max(near[id] for id in free)
-                ids = {id for first in free for id in (first, *copies[first])} - {item.id}
-                grouped.update(free, [item.id])
-                diameter = _diameter(index, [item.id, *free], radius)
-                groups.append(Duplicates((item.id, *sorted(ids)), radius, diameter))
+                free = {id: near[id] for id in near if id not in grouped}
+                firsts = _unreviewed({item.id: 0.0, **free}, reviews)
+                distances = {copy: firsts[id] for id in firsts for copy in copies[id]} | firsts
+                if len(distances) > 1:
+                    grouped.update(firsts)
+                    groups.append(_group(index, item.id, list(firsts), distances))
             meter.update(len(order[start : start + _GROUPS]))
     return sorted(groups, key=lambda group: (-len(group.ids), group.ids))
 
 
-def _hash(item: Item) -> bytes:
-    """Return a hash of the arrays on which an item's distances depend."""
-    # A hash, because the arrays of all items need not fit into memory.
-    content = item.vector.tobytes()
-    if CODE in item.arrays:
-        content += item.arrays[CODE].tobytes()
-    return hashlib.blake2b(content, digest_size=16).digest()
+def _originals(
+    index: Index, filter: Filter | None, reviews: Mapping[str, set[int]]
+) -> dict[str, str]:
+    """Return the first item (in the order of the index) of which each item is an exact copy, by id.
+
+    Only these are compared, so thousands of copies cost one search. An item that was reviewed is no
+    copy, because it may belong to a group that its copies do not belong to.
+    """
+    original: dict[str, str] = {}
+    first: dict[bytes, str] = {}
+    for page in _pages(index, filter):
+        for item in page:
+            contents = [] if item.id in reviews else _hashes(item)
+            equal = [first[content] for content in contents if content in first]
+            original[item.id] = (*equal, item.id)[0]
+            for content in contents:
+                first.setdefault(content, original[item.id])
+    return original
+
+
+def _hashes(item: Item) -> list[bytes]:
+    """Return a hash of an item's original, if known, and of the arrays that distances depend on."""
+    arrays = b"".join(item.arrays[name].tobytes() for name in (VECTOR, CODE) if name in item.arrays)
+    contents = [arrays]
+    if item.stamp:
+        # A model may embed one picture a little differently in another batch.
+        contents.insert(0, item.stamp.partition(" ")[0].encode())
+    # Hashes, because the arrays of all items need not fit into memory.
+    return [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
+
+
+def _unreviewed(near: Mapping[str, float], reviews: Mapping[str, set[int]]) -> dict[str, float]:
+    """Return the representative, which comes first, and the nearest items, with their distances.
+
+    An item that was reviewed together with one that is returned is left out.
+    """
+    chosen = {}
+    seen: set[int] = set()
+    representative, *others = near
+    for id in (representative, *sorted(others, key=lambda id: (near[id], id))):
+        sets = reviews.get(id, set())
+        if seen.isdisjoint(sets):
+            seen |= sets
+            chosen[id] = near[id]
+    return chosen
+
+
+def _group(
+    index: Index, representative: str, firsts: Sequence[str], distances: Mapping[str, float]
+) -> Duplicates:
+    """Return a group, whose items have `distances` and of which `firsts` are the originals."""
+    ids = (representative, *sorted(distances.keys() - {representative}))
+    radius = max(distances.values())
+    diameter = _diameter(index, firsts, radius)
+    return Duplicates(ids, radius, diameter, tuple(distances[id] for id in ids))
 
 
 def _diameter(index: Index, ids: Sequence[str], radius: float) -> float:

@@ -137,6 +137,8 @@ MISTAKES = [
     (["create", "x", "digits"], "either --bundle BUNDLE or --model NAME"),
     (["migrate", "d.index"], "Name the bundle to migrate to"),
     (["duplicates", "d.index", "--within", "-1"], "--within"),
+    (["duplicates", "d.index", "--within", "0", "--reviewed", "gone.json"], "No such file"),
+    (["duplicates", "d.index", "--within", "0", "--reviewed", "digits"], "Is a directory"),
 ]
 
 
@@ -206,3 +208,40 @@ def test_a_line_break_in_an_id_or_a_label_splits_no_line(living, bundle_path, cl
     assert any(line.endswith(": 0\\n0  0\\n1") for line in groups)
     shown = cli("index", "show", living, "0\n0").out.splitlines()
     assert "id: 0\\n0" in shown and "label: a\\nb\\tc" in shown
+
+
+def test_duplicates_are_written_for_the_page_and_reviewed_ones_left_out(digits, answer, cli):
+    for number in (1, 2):
+        shutil.copy(digits[0], digits[0].with_name(f"copy{number}.png"))
+    assert answer("add", "d.index", "digits")["added"] == 2
+    words = ["duplicates", "d.index", "--within", "0"]
+    (group,) = answer(*words, "--output", "groups.json")["groups"]
+    ids = [path.relative_to("digits").as_posix() for path in (digits[0], *copies_of(digits[0]))]
+    assert group == {"ids": ids, "radius": 0, "diameter": 0, "distances": [0, 0, 0]}
+    written = json.loads(Path("groups.json").read_text())
+    with open_index(Path("d.index")) as index:
+        expected = {"index": "d.index", "identity": index.identity, "groups": [group]}
+        assert written == expected
+    for number, kept in enumerate((ids[1:], ids)):
+        content = {"identity": written["identity"], "reviewed": [kept]}
+        Path(f"{number}.json").write_text(json.dumps(content))
+    (left,) = answer(*words, "--reviewed", "0.json")["groups"]
+    assert left["ids"] == ids[:2]
+    assert answer(*words, "--reviewed", "0.json", "--reviewed", "1.json") == {"groups": []}
+    for content, says in (
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"reviewed": [[1]]}', "is damaged"),
+        ('{"reviewed": 7}', "is damaged"),
+        ('{"identity": "x", "reviewed": []}', "is of another index"),
+    ):
+        Path("bad.json").write_text(content)
+        result = cli("index", *words, "--reviewed", "bad.json")
+        assert (result.code, result.out) == (2, "") and says in result.err, result.err
+    with Path("bad.json").open("wb") as file:
+        file.truncate(100_000_001)
+    assert "100,000,000 bytes" in cli("index", *words, "--reviewed", "bad.json").err
+
+
+def copies_of(path: Path) -> list[Path]:
+    return sorted(path.parent.glob("copy*"))

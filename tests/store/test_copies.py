@@ -119,7 +119,7 @@ def test_an_index_finds_copies_whose_original_is_deleted(tmp_path, bundle):
 
 
 def by_brute_force(vectors, within, most):
-    """Ids, radius and diameter of each group, by plain loops over all pairs."""
+    """Ids, distances and diameter of each group, by plain loops over all pairs."""
     distance = np.array(
         [[float(np.linalg.norm(a.astype(np.float64) - b)) for b in vectors] for a in vectors]
     )
@@ -133,7 +133,7 @@ def by_brute_force(vectors, within, most):
         if first in free and len(group) > 1:
             free -= set(group)
             ids = tuple(f"{n:03}" for n in group)
-            answer.append((ids, distance[first, group].max(), distance[np.ix_(group, group)].max()))
+            answer.append((ids, distance[first, group], distance[np.ix_(group, group)].max()))
     return sorted(answer, key=lambda group: (-len(group[0]), group[0]))
 
 
@@ -154,9 +154,10 @@ def test_duplicates_equal_brute_force(tmp_path, bundle, within, most, monkeypatc
     expected = by_brute_force(vectors, within, most)
     assert [group.ids for group in groups] == [ids for ids, _, _ in expected]
     assert len(groups) > 1
-    for group, (_, radius, diameter) in zip(groups, expected, strict=True):
-        assert group.radius <= within
-        np.testing.assert_allclose((group.radius, group.diameter), (radius, diameter), atol=1e-9)
+    for group, (_, distances, diameter) in zip(groups, expected, strict=True):
+        assert group.radius == max(group.distances) <= within
+        np.testing.assert_allclose(group.distances, distances, atol=1e-9)
+        assert group.diameter == pytest.approx(diameter, abs=1e-9)
 
 
 def test_two_crowds_of_copies_that_are_neighbours_are_one_group(tmp_path, bundle):
@@ -170,3 +171,63 @@ def test_two_crowds_of_copies_that_are_neighbours_are_one_group(tmp_path, bundle
         assert len(group.ids) == 4_400
         assert group.radius == group.diameter == pytest.approx(0.1)
         assert [len(group.ids) for group in index.duplicates(0.09, progress=False)] == [2_200] * 2
+
+
+@pytest.fixture
+def filled(tmp_path, bundle):
+    """A function that makes an index of vectors along one axis, by id: (position, stamp)."""
+
+    def make(**rows):
+        create_local(tmp_path / "i", bundle, widths_of(bundle))
+        with open_index(tmp_path / "i", threads=1) as index:
+            vectors = np.zeros((len(rows), 16), np.float32)
+            vectors[:, 0] = [position for position, _ in rows.values()]
+            items = zip(rows.items(), vectors, strict=True)
+            index.upsert(
+                [Item(id, stamp=stamp, arrays={"vector": row}) for (id, (_, stamp)), row in items]
+            )
+        return open_index(tmp_path / "i", threads=1)
+
+    return make
+
+
+def test_copies_by_content_cost_one_search_and_need_no_equal_vectors(filled, monkeypatch):
+    # A model may embed one picture a little differently in another batch. A file's stamp has its
+    # size and times too.
+    crowd = {f"a{n:03}": (n / 1e6, f"hash {n} {n}") for n in range(600)}
+    asked = []
+    with filled(**crowd, b=(0.05, "other"), c=(0.2, None), d=(0.2, "third")) as index:
+        propose = index.store.propose
+
+        def counted(queries, *arguments, **named):
+            asked.append(len(queries))
+            return propose(queries, *arguments, **named)
+
+        monkeypatch.setattr(index.store, "propose", counted)
+        groups = index.duplicates(0, progress=False)
+        assert [group.ids for group in groups] == [tuple(crowd), ("c", "d")]
+        assert {*groups[0].distances, *groups[1].distances} == {0}
+        near, pair = index.duplicates(0.051, progress=False)
+        assert near.ids == (*crowd, "b") and pair.ids == ("c", "d")
+        assert near.distances == (*[0] * 600, pytest.approx(0.05))
+        # Three originals are compared. Two of them ask for 8, 32, 128, 512 and 2,048 neighbours.
+        assert sum(asked) <= 5 + 2 * 11
+
+
+def test_items_that_were_reviewed_together_are_in_no_group_together(filled):
+    near = {"a": (0, "x"), "b": (0, "x"), "c": (1, "y"), "d": (1, "z"), "e": (2, "w")}
+    with filled(**near, f=(9, "v"), g=(9, "v")) as index:
+
+        def groups(*reviewed):
+            return [group.ids for group in index.duplicates(1, reviewed=reviewed, progress=False)]
+
+        assert groups() == [("c", "a", "b", "d", "e"), ("f", "g")]
+        # Exact copies as well; the nearest of a set stays.
+        assert groups("ab", "fg") == [("c", "a", "d", "e")]
+        assert groups("cd") == [("c", "a", "b", "e"), ("f", "g")]
+        assert groups("cda") == [("c", "b", "e"), ("f", "g")]
+        # Two sets that share an item are not one set.
+        assert groups("ca", "ad") == [("c", "b", "d", "e"), ("f", "g")]
+        assert groups("abcde", "fg") == []
+        # A copy that was not reviewed is still one.
+        assert groups("bcde", "gh") == [("c", "a"), ("f", "g")]
