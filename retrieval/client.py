@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         BatchAnswer as BatchAnswer,
         EncodeAnswer as EncodeAnswer,
         Hit as Hit,
+        IdentifyAnswer as IdentifyAnswer,
         IndexAnswer as IndexAnswer,
         ItemAnswer as ItemAnswer,
         PutAnswer as PutAnswer,

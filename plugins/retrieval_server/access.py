@@ -15,7 +15,7 @@ _KEYLESS = re.compile(
     r"/|/duplicates|/page(?:-part|-edit|-duplicates)?\.(?:css|js)|/livez|/readyz"
     r"|/v1/openapi\.json"
 )
-_READS = re.compile(r"/v1(?:/indexes/[^/]+)?/(?:search(?:/batch)?|encode|embeddings)")
+_READS = re.compile(r"/v1(?:/indexes/[^/]+)?/(?:search(?:/batch)?|identify|encode|embeddings)")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
 _CLOSE = {"Connection": "close"}
 # What each role permits, in words for messages.

@@ -34,11 +34,17 @@ _NAME = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"}
 _VECTOR = {"vector": {"type": "boolean", "default": False}}
 _JSON = "application/json"
 _FORM = "multipart/form-data"
-_KEPT = ("type", "enum", "minimum", "maximum", "default", "description")
+_KEPT = (
+    *("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    *("default", "description"),
+)
 _AS_TEXT = {
     "filter": "a filter as text, or as JSON that begins with a brace",
     "fields": "names separated by commas, or a JSON list",
     "metadata": "a JSON object",
+    "facets": "names separated by commas, or a JSON list",
+    "like": "the id of an item, or a JSON list of ids",
+    "dislike": "the id of an item, or a JSON list of ids",
 }
 
 
@@ -56,7 +62,8 @@ def _texts(model: type[request_bodies.JsonBody]) -> dict[str, Any]:
     return schemas
 
 
-_OPTIONS = _texts(request_bodies.Options)
+_OPTIONS = _texts(request_bodies.SearchOptions)
+_IDENTIFY_OPTIONS = _texts(request_bodies.IdentifyOptions)
 _LIST = _texts(request_bodies.ListParameters)
 
 
@@ -127,12 +134,26 @@ def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
 
 
 _NEW_ITEM = _form("image", image=_BINARY, **_texts(request_bodies.ItemForm))
+_EXAMPLES = {
+    "oneOf": [{"type": "string"}, _BINARY, _SEVERAL],
+    "description": "the id of an item, a JSON list of ids, or pictures as files",
+}
 _SEARCH = {
-    _FORM: _form("image", image=_BINARY, **_OPTIONS),
+    _FORM: _form(image=_BINARY, **_OPTIONS | {"like": _EXAMPLES, "dislike": _EXAMPLES}),
     **dict.fromkeys(("application/octet-stream", "image/*"), _BINARY),
     _JSON: _ref(request_bodies.SearchBody),
 }
-_BATCH = {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(request_bodies.BatchBody)}
+_BATCH = {
+    _FORM: _form("image", image=_SEVERAL, **_texts(request_bodies.Options)),
+    _JSON: _ref(request_bodies.BatchBody),
+}
+_IDENTIFY = {
+    _FORM: _form(
+        "image", image=_SEVERAL | {"maxItems": request_bodies.MAX_PHOTOS}, **_IDENTIFY_OPTIONS
+    ),
+    **dict.fromkeys(("application/octet-stream", "image/*"), _BINARY),
+    _JSON: _ref(request_bodies.IdentifyBody),
+}
 _ITEMS = {
     "type": "string",
     "description": "a JSON list with one item per image, in the same order",
@@ -151,6 +172,9 @@ _EMBEDDINGS = {_JSON: _ref(request_bodies.EmbeddingsBody)}
 OPERATIONS = (
     Operation("post", "/search", "search", responses.SearchAnswer, _OPTIONS, _SEARCH),
     Operation("post", "/search/batch", "search_batch", responses.BatchAnswer, {}, _BATCH),
+    Operation(
+        "post", "/identify", "identify", responses.IdentifyAnswer, _IDENTIFY_OPTIONS, _IDENTIFY
+    ),
     Operation("post", "/encode", "encode", responses.EncodeAnswer, {}, _ENCODE),
     Operation("post", "/embeddings", "embeddings", responses.EmbeddingsAnswer, {}, _EMBEDDINGS),
     Operation("get", "/index", "get_index", responses.IndexAnswer),
@@ -182,7 +206,8 @@ def document(handlers: type) -> dict[str, Any]:
             request_bodies.DeleteBody,
             request_bodies.EmbeddingsBody,
         ),
-        *(request_bodies.SearchBody, request_bodies.BatchBody, responses.Problem),
+        *(request_bodies.SearchBody, request_bodies.BatchBody, request_bodies.IdentifyBody),
+        responses.Problem,
         *(operation.answer for operation in OPERATIONS if operation.answer not in (None, dict)),
     ]
     # All at once, so that types which share a part refer to one schema of it.

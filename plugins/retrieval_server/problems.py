@@ -19,6 +19,7 @@ UNREACHABLE = (
     "The store of this index cannot be reached now. Nothing is known to be damaged: try again in a"
     " moment."
 )
+_TOO_SLOW = "This takes too long. Ask for fewer results, or use a simpler filter."
 MEDIA_TYPE = "application/problem+json"
 
 
@@ -98,7 +99,7 @@ def report(error: BaseException) -> None:
 def store_failed(error: Exception, sentence: str) -> RequestError:
     """Log an error of an index's store or its files, and return the error for the client."""
     if isinstance(error, TooSlow):
-        return RequestError(503, "The filter takes too long. Use a simpler one.", "deadline")
+        return RequestError(503, _TOO_SLOW, "deadline")
     report(error)
     if isinstance(error, StoreUnavailable):
         return RequestError(503, UNREACHABLE, "unreachable")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,6 +19,7 @@ from retrieval.base.arrays import Floats64
 from retrieval.base.machine import give_back
 from retrieval.base.strict_json import strict_loads
 from retrieval.errors import DataError
+from retrieval.index import query as questions
 from retrieval.store.filters import Filter, as_filter
 from starlette.requests import Request
 
@@ -29,6 +32,8 @@ from retrieval_server.settings import (
 )
 
 MAX_K = 1000
+MAX_OFFSET = 10_000
+MAX_PHOTOS = 16
 MAX_CANDIDATES = 10_000
 MAX_PAGE = 1000
 MAX_FIELDS = 100
@@ -61,6 +66,10 @@ FilterForm = Annotated[str | dict[str, Any] | None, Field(description="text or a
 Names = Annotated[
     List[str] | None, Field(max_length=MAX_FIELDS, description="a list of at most 100 names")
 ]
+Ids = Annotated[
+    List[ItemId] | None, Field(max_length=100, description="a list of at most 100 ids of items")
+]
+FieldName = Annotated[str | None, Field(max_length=1000, description="the name of a field")]
 Label = Annotated[str | None, Field(description="text, or null for none")]
 Keep = Literal["copy", "thumbnail", "nothing"]
 
@@ -97,7 +106,7 @@ class JsonBody(BaseModel):
 
 
 class Options(JsonBody):
-    """Options of a search."""
+    """Options of one search or several."""
 
     k: Annotated[int, Field(ge=1, le=MAX_K, description="a whole number from 1 to 1000")] = 10
     filter: FilterForm = None
@@ -106,6 +115,34 @@ class Options(JsonBody):
     ] = None
     fields: Names = None
     explain: Annotated[bool, Field(description="true or false")] = False
+    group_by: FieldName = None
+    group_size: Annotated[int, Field(ge=1, le=100, description="a whole number from 1 to 100")] = 1
+    max_distance: Annotated[
+        float | None, Field(ge=0, allow_inf_nan=False, description="a number from 0")
+    ] = None
+    offset: Annotated[
+        int, Field(ge=0, le=MAX_OFFSET, description="a whole number from 0 to 10000")
+    ] = 0
+    diversity: Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")] = 0.0
+    facets: Annotated[
+        List[str] | None, Field(max_length=10, description="a list of at most 10 fields")
+    ] = None
+    order_by: Annotated[
+        str | None,
+        Field(max_length=1000, description='the name of a field, for the largest first after "-"'),
+    ] = None
+    scores: Annotated[bool, Field(description="true or false")] = False
+
+
+class SearchOptions(Options):
+    """Options of one search."""
+
+    like: Ids = None
+    dislike: Ids = None
+
+
+_QUESTION = SearchOptions.model_fields.keys() - {"k", "filter", "candidates", "fields", "explain"}
+"""Names of the options that take more than the search of the nearest items."""
 
 
 class QueryBody(JsonBody):
@@ -116,7 +153,10 @@ class QueryBody(JsonBody):
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
-        if (self.vector is None) == (self.id is None):
+        needed = 1
+        if getattr(self, "like", None):
+            needed = 0
+        if not needed <= (self.vector is not None) + (self.id is not None) <= 1:
             # `_sentence` writes the message.
             raise ValueError
         return self
@@ -129,8 +169,23 @@ class QueryBody(JsonBody):
         return QueryInput(vector=vector, id=self.id)
 
 
-class SearchBody(Options, QueryBody):
-    """A search with a vector or with an item of the index."""
+class SearchBody(SearchOptions, QueryBody):
+    """A search with a vector, with an item of the index, or for what is like other items."""
+
+    options: ClassVar = SearchOptions
+
+
+class IdentifyOptions(JsonBody):
+    """Options of an identification."""
+
+    far: Annotated[float, Field(gt=0, lt=1, description="a number between 0 and 1")] = 0.01
+    fields: Names = None
+
+
+class IdentifyBody(IdentifyOptions, QueryBody):
+    """An identification of a vector or of an item of the index."""
+
+    options: ClassVar = IdentifyOptions
 
 
 class BatchBody(Options):
@@ -148,6 +203,7 @@ class ListParameters(JsonBody):
     )
     filter: FilterForm = None
     fields: Names = None
+    order: Annotated[Literal["id", "newest"], Field(description="id or newest")] = "id"
 
 
 class ItemFields(JsonBody):
@@ -244,7 +300,8 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
         for name, member in model.model_fields.items()
     ]
     if issubclass(model, QueryBody):
-        names.append("exactly one of vector, id among them")
+        alone = ", or like alone" * issubclass(model, SearchBody)
+        names.append(f"exactly one of vector, id among them{alone}")
     return f"{where}JSON must be an object of {', '.join(names)}; see /v1/openapi.json."
 
 
@@ -291,16 +348,29 @@ def _filter(text: str) -> Any:
 
 def _names(text: str) -> Any:
     if text.lstrip().startswith("["):
-        return loads(text, '"fields" is not JSON, though it begins with "[".')
+        return loads(text, 'A list of names is not JSON, though it begins with "[".')
     if text.strip():
         return [name.strip() for name in text.split(",")]
     return []
+
+
+def _ids(text: str) -> Any:
+    if text.startswith("["):
+        return loads(text, 'A list of ids is not JSON, though it begins with "[".')
+    return [text]
 
 
 def _number(text: str) -> int | str:
     # `int` also takes signs, spaces, underscores and digits of other scripts.
     if text.isascii() and text.isdecimal() and len(text) < 9:
         return int(text)
+    return text
+
+
+def _decimal(text: str) -> float | str:
+    # `float` also takes spaces, underscores, names and digits of other scripts.
+    if re.fullmatch(r"[0-9]{1,20}(\.[0-9]{0,20})?(e[+-]?[0-9]{1,2})?", text):
+        return float(text)
     return text
 
 
@@ -320,6 +390,15 @@ _FROM_TEXT: Mapping[str, Callable[[str], Any]] = {
     "filter": _filter,
     "fields": _names,
     "explain": truth,
+    "group_size": _number,
+    "max_distance": _decimal,
+    "offset": _number,
+    "diversity": _decimal,
+    "facets": _names,
+    "scores": truth,
+    "like": _ids,
+    "dislike": _ids,
+    "far": _decimal,
     "metadata": _metadata,
     "keep": lambda text: text or "copy",
 }
@@ -337,27 +416,56 @@ class QueryInput(NamedTuple):
 
 
 class Query(NamedTuple):
-    """One or several searches with the same options and filter."""
+    """One or several searches with the same options and filter.
+
+    Attributes:
+        inputs: input of each query; there is none in a search for what is like examples alone.
+        options: `Options` or, for a verdict, `IdentifyOptions`.
+        filter: filter that results match.
+        question: the options as the index takes them, without `examples`. `None` for a search of
+            the nearest items, or a verdict.
+        examples: pictures to "like" and to "dislike".
+    """
 
     inputs: tuple[QueryInput, ...]
-    options: Options
+    options: Any
     filter: Filter | None
+    question: questions.Query | None = None
+    examples: Mapping[str, Sequence[bytes]] = MappingProxyType({})
 
 
-def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:
-    """Parse a body as one search; `parameters` are the options of a search with an image alone."""
+def query_of(
+    body: Body,
+    parameters: Mapping[str, str],
+    model: type[SearchBody | IdentifyBody],
+    most: int,
+    max_bytes: int,
+) -> Query:
+    """Parse a body as one search or identification with at most `most` images.
+
+    `parameters` are the options beside a body that is an image.
+    """
+    if body.kind == "json":
+        content = model.of(loads(body.content))
+        inputs = [content.input()] if content.vector or content.id else []
+        return _query(inputs, content)
+    options = model.options
     if body.kind == "image":
-        return _query([QueryInput(body.content)], Options.of_texts(parameters))
-    if body.kind == "form":
-        return _form_query(body, 1, max_bytes)
-    search = SearchBody.of(loads(body.content))
-    return _query([search.input()], search)
+        return _query([QueryInput(body.content)], options.of_texts(parameters))
+    names = tuple(options.model_fields)
+    if model is IdentifyBody:
+        images, fields = read_form(body, names, max_bytes, min(MAX_PHOTOS, most))
+        return _query(map(QueryInput, images), options.of_texts(fields))
+    examples: dict[str, list[bytes]] = {"like": [], "dislike": []}
+    images, fields = read_form(body, names, max_bytes, 1, examples, most - 1)
+    return _query(map(QueryInput, images), options.of_texts(fields), examples)
 
 
 def batch_of(body: Body, most: int, max_bytes: int) -> Query:
     """Parse a body as a batch of at most `most` searches."""
     if body.kind == "form":
-        return _form_query(body, most, max_bytes)
+        images, fields = read_form(body, tuple(Options.model_fields), max_bytes, most)
+        return _query(map(QueryInput, images), Options.of_texts(fields))
     batch = BatchBody.of(_entries(body, "queries", most))
     if len({query.id is None for query in batch.queries}) > 1:
         sentence = "The queries of one request have either a vector each or the id of an item each."
@@ -365,13 +473,31 @@ def batch_of(body: Body, most: int, max_bytes: int) -> Query:
     return _query([query.input() for query in batch.queries], batch)
 
 
-def _form_query(body: Body, most: int, max_bytes: int) -> Query:
-    images, fields = read_form(body, tuple(Options.model_fields), max_bytes, most)
-    return _query([QueryInput(image) for image in images], Options.of_texts(fields))
-
-
-def _query(inputs: Sequence[QueryInput], options: Options) -> Query:
-    return Query(tuple(inputs), options, filter_of(options.filter))
+def _query(
+    inputs: Iterable[QueryInput],
+    options: Any,
+    examples: Mapping[str, Sequence[bytes]] = MappingProxyType({}),
+) -> Query:
+    query = Query(tuple(inputs), options, filter_of(getattr(options, "filter", None)))
+    if not (any(examples.values()) or options.model_fields_set & _QUESTION):
+        return query
+    size = options.group_size
+    if options.k * size > MAX_K or options.offset * size > MAX_OFFSET:
+        raise RequestError(
+            400,
+            f'"k" times "group_size" must be at most {MAX_K:,}, and "offset" times "group_size" at'
+            f" most {MAX_OFFSET:,}.",
+        )
+    chosen: Any = options.model_dump(include=_QUESTION, exclude_none=True)
+    for name in ("like", "dislike"):
+        chosen[name] = tuple(map(questions.Id, chosen.get(name, ())))
+    try:
+        question = questions.query_of(
+            options.k, candidates=options.candidates, filter=query.filter, **chosen
+        )
+    except DataError as error:
+        raise RequestError(400, str(error)) from None
+    return query._replace(question=question, examples=examples)
 
 
 def _entries(body: Body, name: str, most: int) -> Any:
@@ -552,15 +678,29 @@ class _Part:
 
 
 def read_form(
-    body: Body, names: Sequence[str], max_bytes: int, max_images: int = 1
+    body: Body,
+    names: Sequence[str],
+    max_bytes: int,
+    max_images: int = 1,
+    examples: Mapping[str, list[bytes]] = MappingProxyType({}),
+    max_examples: int = 0,
 ) -> tuple[list[bytes], dict[str, str]]:
     """Parse a form; return the files of its field `image`, in order, and its other fields as text.
 
     Parsing blocks, so call this in a thread if the body is large.
+
+    Args:
+        body: the form.
+        names: names of fields with text.
+        max_bytes: largest number of bytes of a file.
+        max_images: largest number of files in the field `image`.
+        examples: by the names of further fields, lists to which their files are added. A file or a
+            text in the field `like` can stand for an image.
+        max_examples: largest number of files in these fields together.
     """
     images = list[bytes]()
     fields = dict[str, str]()
-    for part in _parts(body, max_images + len(names) + 1):
+    for part in _parts(body, max_images + max_examples + len(names) + 1):
         name = part.options.get(b"name", b"").decode("utf-8", "replace")
         value = part.content
         if name == "image" and b"filename" in part.options:
@@ -570,6 +710,12 @@ def read_form(
                 sentence = f'Too many files: send {limit}, in the field "image".'
                 raise RequestError(400, sentence)
             images.append(bytes(value))
+        elif name in examples and b"filename" in part.options:
+            _check_size(value, max_bytes)
+            if sum(map(len, examples.values())) == max_examples:
+                sentence = f"Too many files: send at most {max_examples:,} to like or dislike."
+                raise RequestError(400, sentence)
+            examples[name].append(bytes(value))
         elif name == "image" or b"filename" in part.options:
             sentence = 'The form needs a file in its field "image", and takes no other file.'
             raise RequestError(400, sentence)
@@ -586,7 +732,7 @@ def read_form(
                 fields[name] = value.decode()
             except UnicodeError:
                 raise _unreadable(f'its field "{name}" is not text in UTF-8') from None
-    if not images:
+    if not (images or "like" in fields or examples.get("like")):
         raise RequestError(400, 'The form needs a file in its field "image".')
     return images, fields
 

@@ -7,7 +7,7 @@ from the same classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, SupportsIndex, overload
 
 from retrieval.base.display_tables import html_hits, text_table
@@ -24,6 +24,15 @@ class Hit:
     metadata: dict[str, Any]
     image_url: str | None
     thumbnail_url: str | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class FacetCount:
+    """A value of a field, and the number of hits that have it."""
+
+    value: Any
+    count: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +40,7 @@ class Results(Sequence[Hit]):
     """A sequence of the hits of one search, nearest first, which prints as a table."""
 
     results: tuple[Hit, ...]
+    facets: dict[str, tuple[FacetCount, ...]] | None = field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
         return text_table(self)
@@ -64,6 +74,23 @@ class BatchAnswer:
     answers: tuple[Results, ...]
     took_ms: float
     explain: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class IdentifyAnswer(Results):
+    """The class that photos show, or `None` for unknown, and the items nearest to them.
+
+    About the share `rate` of strangers comes as near; a label needs a rate of at most `far`.
+    `second` is another class that is also nearer than strangers are. `stale` says that over 10 % of
+    the items were added or deleted since the calibration.
+    """
+
+    label: str | None
+    rate: float
+    far: float
+    second: str | None
+    stale: bool
+    took_ms: float
 
 
 @dataclass(frozen=True)
@@ -204,6 +231,19 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class CalibrationFacts:
+    """What `retrieval calibrate` measured: on how many classes, the smallest rate, and when."""
+
+    classes: int
+    items: int
+    least_rate: float
+    created: str
+    stale: bool
+    label: str | None = None
+    distinct: str | None = None
+
+
+@dataclass(frozen=True)
 class IndexAnswer:
     """Description of an index, and the role that the request's key has in it.
 
@@ -226,3 +266,4 @@ class IndexAnswer:
     fields: tuple[str, ...] | None = None
     role: Literal["read", "write", "admin"] | None = None
     identity: str | None = None
+    calibration: CalibrationFacts | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,8 +24,9 @@ from retrieval.bundle.bundle import Encoded
 from retrieval.errors import DataError
 from retrieval.images.decoding import format_of
 from retrieval.index.change_log import Change
+from retrieval.index.identify import Verdict
 from retrieval.index.index import Index
-from retrieval.index.queries_and_hits import Hit
+from retrieval.index.queries_and_hits import Hit, Hits
 from retrieval.store.contract import Item
 from retrieval.store.filters import Filter
 from retrieval.store.folder import INDEX_FORMAT
@@ -61,6 +63,9 @@ _BROWSERS = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "B
 """Media types of the formats that browsers show."""
 
 
+_CALIBRATION = ("classes", "items", "least_rate", "created", "label", "distinct")
+
+
 class Routes:
     """Handlers of the routes below /v1; `indexes` holds the server's indexes by name."""
 
@@ -84,15 +89,11 @@ class Routes:
 
     async def search(self, request: Request) -> Response:
         """Search with an image, a vector or an item of the index."""
-        max_bytes = self._settings.max_bytes
-        kind = request.headers.get("content-type", "").lower()
-        limits = {**self._single_limits, "image": max_bytes}
-        image_alone = kind.startswith(("image/", "application/octet-stream"))
-        parameters = parameters_of(
-            request, *(request_bodies.Options.model_fields if image_alone else ())
-        )
-        read = partial(request_bodies.query_of, parameters=parameters, max_bytes=max_bytes)
-        return await self._search(request, limits, read)
+        return await self._search_one(request, request_bodies.SearchBody, self._settings.max_bytes)
+
+    async def identify(self, request: Request) -> Response:
+        """Say which class of the index photos of one thing show, or that it is unknown."""
+        return await self._search_one(request, request_bodies.IdentifyBody, BATCH_BYTES)
 
     async def search_batch(self, request: Request) -> Response:
         """Search with several images, vectors or items."""
@@ -100,6 +101,25 @@ class Routes:
         parameters_of(request)
         read = partial(request_bodies.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
         return await self._search(request, _BATCH_LIMITS, read, batch=True)
+
+    async def _search_one(
+        self,
+        request: Request,
+        model: type[request_bodies.SearchBody | request_bodies.IdentifyBody],
+        form_bytes: int,
+    ) -> Response:
+        settings = self._settings
+        limits = {**self._single_limits, "form": form_bytes, "image": settings.max_bytes}
+        kind = request.headers.get("content-type", "").lower()
+        image_alone = kind.startswith(("image/", "application/octet-stream"))
+        read = partial(
+            request_bodies.query_of,
+            parameters=parameters_of(request, *(model.options.model_fields if image_alone else ())),
+            model=model,
+            most=settings.batch,
+            max_bytes=settings.max_bytes,
+        )
+        return await self._search(request, limits, read)
 
     async def _search(
         self,
@@ -114,15 +134,13 @@ class Routes:
         # A full queue refuses a request before its body takes memory.
         served.workers.searches.require_room()
 
-        def finish(query: Query, hits_by_query: list[list[Hit]], index: Index) -> bytes:
-            names = query.options.fields
-            results = [
-                {"results": [_hit_json(hit, served, prefix, names) for hit in hits]}
-                for hits in hits_by_query
-            ]
+        def finish(query: Query, answers: Sequence[Any], index: Index) -> bytes:
+            options = query.options
+            hit_json = partial(_hit_json, served=served, prefix=prefix, names=options.fields)
+            results = [_result_json(answer, options, hit_json) for answer in answers]
             content: dict[str, Any] = {"answers": results} if batch else results[0]
             content["took_ms"] = round(1000 * (perf_counter() - began), 2)
-            if query.options.explain:
+            if getattr(options, "explain", False):
                 content["explain"] = _explanation()
             return to_json(content, inf_nan_mode="null")
 
@@ -274,19 +292,25 @@ class Routes:
         parameters = parameters_of(request, *request_bodies.ListParameters.model_fields)
         page = request_bodies.ListParameters.of_texts(parameters)
         filter = request_bodies.filter_of(page.filter)
-        after = None
+        newest = page.order == "newest"
+        after: Any = None
         if page.cursor is not None:
-            after = _decoded_cursor(page.cursor)
+            after = _decoded_cursor(page.cursor, newest)
 
         def work(index: Index) -> dict[str, Any]:
-            items = index.scan(filter, after=after, limit=page.limit + 1)
+            # One item beyond the page tells that another page follows.
+            limit = page.limit + 1
+            pairs: list[tuple[Any, Item]]
+            if newest:
+                pairs = index.store.newest(filter, before=after, limit=limit)
+            else:
+                pairs = [(item.id, item) for item in index.scan(filter, after=after, limit=limit)]
             members = [
-                _item_json(served, item, prefix, page.fields) for item in items[: page.limit]
+                _item_json(served, item, prefix, page.fields) for _, item in pairs[: page.limit]
             ]
             cursor = None
-            # One item beyond the page tells that another page follows.
-            if len(items) > page.limit:
-                cursor = _encoded_cursor(members[-1]["id"])
+            if len(pairs) > page.limit:
+                cursor = _encoded_cursor(str(pairs[page.limit - 1][0]))
             return {"items": members, "cursor": cursor}
 
         async with self._deadline(request):
@@ -595,9 +619,27 @@ def _hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) ->
         "key": hit.id,
         "label": hit.label,
         "distance": hit.distance,
+        "score": hit.score,
         "metadata": _chosen(hit.metadata, names),
         **_urls(served, prefix, str(hit.id), hit.keep, hit.path),
     }
+
+
+def _result_json(
+    answer: list[Hit] | Verdict, options: Any, hit_json: Callable[[Hit], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the hits of a query, with facets if the options ask for some, or a verdict."""
+    if isinstance(answer, Verdict):
+        result = {name: getattr(answer, name) for name in ("label", "rate", "second", "stale")}
+        return {**result, "far": options.far, "results": list(map(hit_json, answer.hits))}
+    result = {"results": list(map(hit_json, answer))}
+    if options.facets:
+        assert isinstance(answer, Hits)
+        result["facets"] = {
+            name: [{"value": value, "count": count} for value, count in counts]
+            for name, counts in answer.facets.items()
+        }
+    return result
 
 
 def _item_json(
@@ -628,6 +670,11 @@ def _description(name: str, index: Index) -> dict[str, Any]:
     bundle = index.follow()
     stats = index.stats()
     manifest = bundle.manifest
+    measured = index.calibration()
+    calibration = None
+    if measured is not None:
+        calibration = {fact: getattr(measured, fact) for fact in _CALIBRATION}
+        calibration["stale"] = measured.is_stale(index)
     return {
         "index": name,
         "identity": index.identity,
@@ -646,21 +693,24 @@ def _description(name: str, index: Index) -> dict[str, Any]:
         ],
         "bytes": stats.bytes,
         "deleted": stats.details.get("deleted"),
+        "calibration": calibration,
         **index.store.settings(),
     }
 
 
 def _encoded_cursor(last: str) -> str:
-    """Return the cursor of the page after the id `last`."""
+    """Return the cursor of the page after the id or number `last`."""
     return base64.urlsafe_b64encode(last.encode()).decode()
 
 
-def _decoded_cursor(cursor: str) -> str:
-    """Return the id that a cursor encodes; raise a RequestError 400 if it encodes none."""
+def _decoded_cursor(cursor: str, newest: bool) -> str | int:
+    """Return the id or number that a cursor encodes; raise a RequestError 400 without one."""
     try:
         last = base64.b64decode(cursor.encode("ascii"), b"-_", validate=True).decode()
     except ValueError:
         last = ""
-    if not last:
+    if newest and re.fullmatch("[0-9]{1,18}", last):
+        return int(last)
+    if newest or not last:
         raise RequestError(400, "This is not a cursor of this list. Omit it to start again.")
     return last

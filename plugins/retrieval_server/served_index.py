@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import methodcaller
 from pathlib import Path
 from time import perf_counter
@@ -32,7 +33,8 @@ from retrieval.images.decoding import Limits
 from retrieval.index.adding import arrays_of, row_of
 from retrieval.index.change_log import Audit, Change
 from retrieval.index.index import Index
-from retrieval.index.queries_and_hits import Hit, encode_vectors
+from retrieval.index.queries_and_hits import encode_vectors
+from retrieval.index.query import Query as Question
 from retrieval.index.sources import digest_of
 from retrieval.store import contract
 from retrieval.store.contract import (
@@ -49,7 +51,7 @@ from starlette.requests import ClientDisconnect
 
 from retrieval_server.decoder_processes import Decoded, Decoders, Kind, Undecodable
 from retrieval_server.problems import RequestError, busy, no_item, report, store_failed
-from retrieval_server.request_bodies import NewItem, Query, QueryInput
+from retrieval_server.request_bodies import IdentifyOptions, NewItem, Query, QueryInput
 from retrieval_server.settings import BATCH_BYTES, Settings
 
 DAMAGED = (
@@ -72,7 +74,7 @@ _TRIES = 5
 """Number of attempts at a request while the index or its bundle is being replaced."""
 _BATCH = 32
 T = TypeVar("T")
-Finish = Callable[[Query, list[list[Hit]], Index], bytes]
+Finish = Callable[[Query, Sequence[Any], Index], bytes]
 
 
 class Served:
@@ -152,28 +154,38 @@ class Served:
     # Searching
 
     async def search_image(self, parse: Callable[[], Query], finish: Finish) -> bytes:
-        """Parse a query of one image and search with it, in a single thread; see `search`."""
+        """Parse a query of images and, if it is one, search in the same thread; see `search`."""
 
         async def ask() -> bytes:
             bundle = self.index.bundle
 
-            def work() -> bytes:
+            def work() -> bytes | Query:
                 query = parse()
+                # Several images are decoded by several threads.
+                if len(query.inputs) != 1 or any(query.examples.values()):
+                    return query
                 image = query.inputs[0].image or b""
                 pixels = self.workers.decode("pixels", image, bundle).pixels[None]
                 find = partial(_hits, query=query, pixels=pixels)
                 return self._searched(bundle, query, find, finish)
 
-            return await self.workers.images.run(work)
+            answer = await self.workers.images.run(work)
+            if isinstance(answer, bytes):
+                return answer
+            return await self.search(answer, finish)
 
         return await self._again(ask, DAMAGED)
 
     async def search(self, query: Query, finish: Finish) -> bytes:
-        """Search and return the response, which `finish` builds in the thread of the search."""
+        """Search and return the response, which `finish` builds in the thread of the search.
+
+        `finish` takes the hits of each query, or the verdict if the query asks for one.
+        """
 
         async def ask() -> bytes:
             bundle = self.index.bundle
             images = [input.image for input in query.inputs if input.image is not None]
+            images += chain.from_iterable(query.examples.values())
             decoded = await self.workers.pixels(bundle, images)
             if decoded:
                 pixels = np.stack([image.pixels for image in decoded])
@@ -189,7 +201,7 @@ class Served:
         self,
         bundle: Bundle,
         query: Query,
-        find: Callable[[Index], list[list[Hit]]],
+        find: Callable[[Index], Sequence[Any]],
         finish: Finish,
     ) -> bytes:
         """Search the current index and build the response; keep a search that fails for a repeat.
@@ -388,16 +400,18 @@ class Served:
         return content
 
 
-def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
-    """Return the hits of each query, in order; an item is not a hit of its own query."""
+def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> Sequence[Any]:
+    """Return the hits of each query in order, or a verdict; an item is no hit of its own query."""
     options = query.options
+    if query.question is not None:
+        return _answers(index, query, query.question, pixels)
+    encoded = _queries(index, query, pixels)
     ids = [input.id for input in query.inputs]
     # An item finds itself, so one hit more is needed.
     by_id = ids[0] is not None
-    if by_id:
-        encoded = _stored(index, query)
-    else:
-        encoded = _encoded(index.bundle, query.inputs, pixels)
+    if isinstance(options, IdentifyOptions):
+        with stage("search", len(ids)):
+            return [index.identify(encoded, options.far, without=[id for id in ids if id])]
     with stage("search", len(ids)):
         hits_by_query = index.search(
             encoded, options.k + by_id, candidates=options.candidates, filter=query.filter
@@ -406,6 +420,42 @@ def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[
         [hit for hit in hits if hit.id != id][: options.k]
         for id, hits in zip(ids, hits_by_query, strict=True)
     ]
+
+
+def _queries(index: Index, query: Query, pixels: NDArray[Any] | None) -> Any:
+    """Return the inputs of a query as the index takes them; an item's stored vectors."""
+    if query.inputs[0].id is not None:
+        return _stored(index, query)
+    return _encoded(index.bundle, query.inputs, pixels)
+
+
+def _answers(
+    index: Index, query: Query, question: Question, pixels: NDArray[Any] | None
+) -> list[Any]:
+    """Return the hits of each query, with all options."""
+    names = {*question.likes, *question.dislikes}
+    if names and (unknown := names.difference(index.get(names))):
+        raise RequestError(404, f"There is no item {min(unknown)[:80]!a} to like or dislike.")
+    count = len(query.inputs)
+    queries: Any = None
+    if any(query.examples.values()):
+        assert pixels is not None
+        with stage("encode", len(pixels)):
+            vectors = index.bundle.encode(pixels).query
+        ends = [count, count + len(query.examples["like"])]
+        queries, likes, dislikes = np.split(vectors, ends)
+        question = replace(
+            question,
+            likes=(*question.likes, *likes),
+            dislikes=(*question.dislikes, *dislikes),
+        )
+    elif count:
+        queries = _queries(index, query, pixels)
+    with stage("search", max(1, count)):
+        if not count:
+            return [index.answer(None, question)]
+        ids = tuple(input.id for input in query.inputs if input.id is not None)
+        return index.answer(queries, replace(question, ids=ids))
 
 
 def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any] | None) -> Any:

@@ -13,12 +13,16 @@ MOST_PICTURES = 50
 
 
 def text_table(hits: Sequence[Any]) -> str:
-    """Return hits as lines with distance, label and id."""
+    """Return hits as lines with distance, score (if there are scores), label and id."""
     if not hits:
         return "no hits"
-    rows = [["distance", "label", "id"], *map(_row, hits)]
-    distance, label = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{row[0]:>{distance}}  {row[1]:{label}}  {row[2]}" for row in rows)
+    rows = [_head(hits), *map(_row, hits)]
+    *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for *cells, label, id in rows:
+        numbers = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
+        lines.append("  ".join([*numbers, f"{label:{widths[-1]}}", id]))
+    return "\n".join(lines)
 
 
 def html_table(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> str:
@@ -42,11 +46,19 @@ def html_hits(hits: Sequence[Any], picture: Callable[[Any], str] | None = None) 
         f"{''.join(f'<td>{escape(cell)}</td>' for cell in _row(hit))}</tr>"
         for number, hit in enumerate(hits)
     )
-    head = "<tr><th></th><th>distance</th><th>label</th><th>id</th></tr>"
-    return f"<table>{head}{rows}</table>"
+    head = "".join(f"<th>{name}</th>" for name in ("", *_head(hits)))
+    return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def _head(hits: Sequence[Any]) -> list[str]:
+    if hits and hits[0].score is not None:
+        return ["distance", "score", "label", "id"]
+    return ["distance", "label", "id"]
 
 
 def _row(hit: Any) -> list[str]:
     """Return a hit's cells, each on one line."""
-    cells = (f"{hit.distance:.4f}", hit.label or "", hit.id)
+    cells = [f"{hit.distance:.4f}", hit.label or "", hit.id]
+    if hit.score is not None:
+        cells.insert(1, f"{hit.score:.4f}")
     return [one_line(cell) for cell in cells]

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 @click.option("--offset", type=click.IntRange(0), help="Results (or groups) to skip.")
 @click.option("--diversity", type=Number(0, 1), help="How much results differ from one another.")
 @click.option("--facet", "facets", multiple=True, metavar="FIELD", help="Count a field's values.")
+@click.option("--order-by", metavar="[-]FIELD", help="List results by a field; - from the largest.")
+@click.option("--scores", is_flag=True, help="Tell the share of strangers that come less near.")
 @click.option("--candidates", type=click.IntRange(1), help="Number of candidates for the rescorer.")
 @FILTER
 @JSON
@@ -105,6 +107,7 @@ def as_facts(hit: Hit) -> dict[str, Any]:
         "id": hit.id,
         "label": hit.label,
         "distance": hit.distance,
+        "score": hit.score,
         "metadata": dict(hit.metadata),
     }
 

@@ -17,10 +17,11 @@ import numpy as np
 from retrieval.base.arrays import Floats32
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError
+from retrieval.index.calibration import Calibration, need_calibration
 from retrieval.index.duplicates import item_distances, stacked_arrays
 from retrieval.index.queries_and_hits import Hit, Hits, encode_queries, ranked
-from retrieval.index.query import Query
-from retrieval.store.contract import MARGIN, Item, Superseded, spans_of
+from retrieval.index.query import Id, Query
+from retrieval.store.contract import MARGIN, Item, Superseded, require_time, spans_of
 from retrieval.store.filters import And, Exists, Filter, In, Not, as_filter
 from retrieval.store.filters.evaluating import ABSENT, value_of
 from retrieval.store.filters.tree import MOST_CHARACTERS, Field, parse_field
@@ -32,6 +33,7 @@ DISLIKE_SHARE = 1 / 3
 """Weight of the dislikes beside the likes."""
 
 _QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances
+_HITS_AT_ONCE = 50_000  # limits the memory for hits from which an answer is chosen
 
 Value: TypeAlias = tuple[bool, Any]
 """A field's value, preceded by whether it is a boolean, because True == 1 in Python."""
@@ -51,15 +53,28 @@ def answer(index: Index, queries: Any, query: Query) -> list[Any]:
         answers = [Hits(hits, index.store.original) for hits in nearest]
     else:
         examples: Set[str] = frozenset()
+        measured = None
+        if query.scores:
+            measured = need_calibration(index)
+            if index.bundle is not bundle:
+                raise Superseded("Another bundle is served.")
         if query.likes or query.dislikes:
             vectors, is_single, examples = _by_example(index, bundle, queries, query)
             codes = None
         else:
             vectors, codes, is_single = encode_queries(bundle, queries)
-        search = _Search(index, bundle, query, vectors, codes, examples)
-        answers = [Hits(hits, index.store.original) for hits in search.hits(filter)]
-        for hits in answers:
-            hits.facets = {name: _facet(index, name, hits) for name in query.facets}
+        excluded = [examples] * len(vectors)
+        if query.ids:
+            excluded = [examples | {id} for id in query.ids]
+        search = _Search(index, bundle, query, vectors, codes, excluded)
+        answers = []
+        for hits in search.hits(filter):
+            if measured is not None:
+                hits = _scored(hits, measured)
+            if query.order_field is not None:
+                hits = _ordered(index, hits, query.order_field, str(query.order_by).startswith("-"))
+            answers.append(Hits(hits, index.store.original))
+            answers[-1].facets = {name: _facet(index, name, hits) for name in query.facets}
     if not any(answers):
         index.store.refuse_impossible(filter)
     if is_single:
@@ -103,17 +118,18 @@ def _nearest(
 
 @dataclass(frozen=True)
 class _Search:
-    """Encoded queries, and the ids of the items that were examples and cannot be hits."""
+    """Encoded queries, and for each of them the ids of the items that cannot be hits."""
 
     index: Index
     bundle: Bundle
     query: Query
     vectors: Floats32
     codes: Floats32 | None
-    examples: Set[str]
+    excluded: Sequence[Set[str]]
 
     def nearest(self, rows: slice, filter: Filter | None, k: int) -> list[list[Hit]]:
         """Return the k nearest matching items of each of the queries in `rows`."""
+        require_time()
         codes = self.codes
         if codes is not None:
             codes = codes[rows]
@@ -125,9 +141,14 @@ class _Search:
         query = self.query
         if query.group_field is not None:
             filter = _both(filter, Exists(query.group_field))
-        depth = query.pool * query.group_size + len(self.examples)
-        nearest = self.nearest(slice(None), filter, depth)
-        return [self._choice(row, filter, depth, hits) for row, hits in enumerate(nearest)]
+        depth = query.pool * query.group_size + max(map(len, self.excluded), default=0)
+        step = max(1, _HITS_AT_ONCE // depth)
+        choices = []
+        for start in range(0, len(self.vectors), step):
+            nearest = self.nearest(slice(start, start + step), filter, depth)
+            for row, hits in enumerate(nearest, start):
+                choices.append(self._choice(row, filter, depth, hits))
+        return choices
 
     def _choice(self, row: int, filter: Filter | None, depth: int, hits: list[Hit]) -> list[Hit]:
         """Return the hits of one query, of which `hits` are the `depth` nearest items."""
@@ -135,19 +156,17 @@ class _Search:
         field = query.group_field
         last = query.offset + query.k
         if field is None:
-            groups = {(False, hit.id): [hit] for hit in hits if self._fits(hit)}
+            groups = {(False, hit.id): [hit] for hit in hits if self._fits(row, hit)}
         else:
-            groups = self._groups(hits)
+            groups = self._groups(row, hits)
         everything = is_last = self._is_last(hits, depth)
         while field is not None and len(groups) < query.pool and not is_last:
             # Without the groups that are known, the next ones are near again.
-            depth *= 2
+            depth = _deeper(depth)
             narrowed = filter
             if groups:
                 narrowed = _both(filter, Not(_one_of(field, groups)))
-            hits = self._more(row, narrowed, depth)
-            groups |= self._groups(hits)
-            is_last = self._is_last(hits, depth)
+            is_last = self._extend(groups, row, narrowed, depth)
         keys = list(groups)[: query.pool]
         if query.diversity:
             keys = self._diverse(groups, keys, last)
@@ -156,39 +175,52 @@ class _Search:
             incomplete = [key for key in keys if len(groups[key]) < query.group_size]
             if not incomplete:
                 break
-            depth *= 2
-            hits = self._more(row, _both(filter, _one_of(field, incomplete)), depth)
-            groups |= self._groups(hits)
-            everything = self._is_last(hits, depth)
-        return [hit for key in keys for hit in groups[key][: query.group_size]]
+            depth = _deeper(depth)
+            narrowed = _both(filter, _one_of(field, incomplete))
+            everything = self._extend(groups, row, narrowed, depth)
+        return [hit for key in keys for hit in groups[key]]
 
-    def _more(self, row: int, filter: Filter | None, depth: int) -> list[Hit]:
+    def _extend(
+        self, groups: dict[Value, list[Hit]], row: int, filter: Filter | None, depth: int
+    ) -> bool:
+        """Add the groups of a query's `depth` nearest items; return whether these are all."""
+        count = sum(map(len, groups.values()))
         (hits,) = self.nearest(slice(row, row + 1), filter, depth)
-        return hits
+        groups |= self._groups(row, hits)
+        is_last = self._is_last(hits, depth)
+        if not is_last and depth >= _HITS_AT_ONCE and count == sum(map(len, groups.values())):
+            raise DataError(
+                f"The {depth:,} nearest items have lists, objects or long texts in the field"
+                f" {self.query.group_by}, which are no groups. Leave such items out by a filter."
+            )
+        return is_last
 
-    def _fits(self, hit: Hit) -> bool:
-        """Return whether an item can be a hit."""
+    def _fits(self, row: int, hit: Hit) -> bool:
+        """Return whether an item can be a hit of a query."""
         limit = self.query.max_distance
-        return hit.id not in self.examples and (limit is None or hit.distance <= limit)
+        return hit.id not in self.excluded[row] and (limit is None or hit.distance <= limit)
 
     def _is_last(self, hits: Sequence[Hit], depth: int) -> bool:
         """Return whether no item beyond the `depth` nearest can be a hit."""
         limit = self.query.max_distance
         return len(hits) < depth or (limit is not None and hits[-1].distance > limit)
 
-    def _groups(self, hits: Iterable[Hit]) -> dict[Value, list[Hit]]:
-        """Return the hits of each group, the group with the nearest hit first.
+    def _groups(self, row: int, hits: Iterable[Hit]) -> dict[Value, list[Hit]]:
+        """Return the nearest hits of each group, the group with the nearest hit first.
 
         An object, a list or a text that no filter can name is no group.
         """
         assert self.query.group_field is not None
         groups: dict[Value, list[Hit]] = {}
         for hit in hits:
-            if not self._fits(hit):
+            if not self._fits(row, hit):
                 continue
             for key in _values(hit, self.query.group_field, lists=False):
-                if not isinstance(key[1], str) or len(key[1]) <= MOST_CHARACTERS:
-                    groups.setdefault(key, []).append(hit)
+                if isinstance(key[1], str) and len(key[1]) > MOST_CHARACTERS:
+                    continue
+                group = groups.setdefault(key, [])
+                if len(group) < self.query.group_size:
+                    group.append(hit)
         return groups
 
     def _diverse(
@@ -211,6 +243,7 @@ class _Search:
         gap = np.full(len(keys), np.inf)
         chosen = [0]
         while len(chosen) < min(count, len(keys)):
+            require_time()
             gap = np.minimum(gap, item_distances(self.bundle, items[chosen[-1]], arrays))
             scores = weight * gap - cost
             scores[chosen] = -np.inf
@@ -272,6 +305,8 @@ def _example_vector(bundle: Bundle, items: dict[str, Item], example: Any) -> Flo
     """Return the vector (P,) of an item's id or of a picture."""
     if isinstance(example, str) and example in items:
         return items[example].vector
+    if isinstance(example, Id):
+        raise DataError(f"The index has no item with a vector and the id {str(example)!r}.")
     try:
         (vector,), _, _ = encode_queries(bundle, example)
     except DataError as error:
@@ -303,6 +338,29 @@ def _both(filter: Filter | None, other: Filter) -> Filter:
 
 def _one_of(field: Field, keys: Iterable[Value]) -> Filter:
     return In(field, tuple(value for _, value in keys))
+
+
+def _deeper(depth: int) -> int:
+    """Return how many hits to ask for next: twice as many, as far as the memory allows."""
+    return max(depth, min(2 * depth, _HITS_AT_ONCE))
+
+
+def _scored(hits: Sequence[Hit], measured: Calibration) -> list[Hit]:
+    """Return hits with their scores."""
+    scores = 1 - measured.shares([hit.distance for hit in hits])
+    return [hit._replace(score=score) for hit, score in zip(hits, scores.tolist(), strict=True)]
+
+
+def _ordered(index: Index, hits: Sequence[Hit], field: Field, from_largest: bool) -> list[Hit]:
+    """Return hits by the value of a field, and those without a number or text last."""
+    values = [value_of(field, hit.id, hit.label, hit.metadata) for hit in hits]
+    rows = [row for row, value in enumerate(values) if isinstance(value, str | int | float)]
+    if not rows:
+        # An error says if the field has never existed.
+        index.count(Exists(field))
+    rows.sort(key=lambda row: (isinstance(values[row], str), values[row]), reverse=from_largest)
+    rest = sorted(set(range(len(hits))).difference(rows))
+    return [hits[row] for row in rows + rest]
 
 
 def _facet(index: Index, name: str, hits: Iterable[Hit]) -> list[tuple[Any, int]]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,15 @@ from retrieval.base.progress import Meter, Progress, showing
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.index.queries_and_hits import Hit, Hits
-from retrieval.store.contract import CODE, VECTOR, Generation, Item, Store, Superseded
+from retrieval.store.contract import (
+    CODE,
+    VECTOR,
+    Generation,
+    Item,
+    Store,
+    Superseded,
+    require_time,
+)
 from retrieval.store.filters import Exists, Filter
 from retrieval.store.filters.tree import Field, parse_field
 from retrieval.store.items import CALIBRATION
@@ -146,6 +155,16 @@ class Calibration:
         rates: Floats64 = (1 + counts) / (self._sizes() + 1)
         return rates
 
+    def shares(self, distances: Sequence[float]) -> Floats64:
+        """Return for each distance the share of strangers that come as near.
+
+        It is the `rate` of a query of no class, so `1 - share` is the score of a hit.
+        """
+        # NaN is sorted last, so it never counts.
+        counts = [np.searchsorted(np.sort(draw), distances, "right") for draw in self.to_other]
+        shares: Floats64 = np.median((1 + np.array(counts)) / (self._sizes()[:, None] + 1), axis=0)
+        return shares
+
     def known(self, far: float) -> KnownShares:
         """Return what happens to known photos at a rate: each probe stands for such a photo."""
         has_own = ~np.isnan(self.to_own) & ~np.isnan(self.to_other)
@@ -233,7 +252,33 @@ def read_calibration(store: Store, generation: Generation) -> Calibration | None
     content = store.note(generation, CALIBRATION)
     if content is None:
         return None
-    return Calibration.from_bytes(content)
+    return _parsed(content)
+
+
+# To parse a calibration takes longer than most searches, but to read it does not. The bytes are the
+# key, so that what another process measures anew is seen at once.
+_parsed = lru_cache(maxsize=8)(Calibration.from_bytes)
+
+
+def calibration(index: Index) -> Calibration | None:
+    """Return what `calibrate` measured on the served generation, or `None`."""
+    index.follow()
+    return read_calibration(index.store, index.generation)
+
+
+def need_calibration(index: Index) -> Calibration:
+    """Return what `calibrate` measured on the served generation.
+
+    Raises:
+        DataError: the index is not calibrated.
+    """
+    measured = calibration(index)
+    if measured is None:
+        raise DataError(
+            "This index is not calibrated. First run: retrieval calibrate INDEX (in Python:"
+            " index.calibrate())."
+        )
+    return measured
 
 
 def calibrate(
@@ -425,6 +470,7 @@ def hits_until(
     is_enough: Callable[[int, Hits], bool],
     k: int,
     filter: Filter | None = None,
+    most: int | None = None,
 ) -> list[Hits]:
     """Search for more hits of each query until they are enough, or all items are hits.
 
@@ -434,6 +480,7 @@ def hits_until(
         is_enough: takes the row of a query and its hits.
         k: number of hits at first.
         filter: leaves out items that `is_enough` ignores, which saves hits.
+        most: number of hits that are enough in any case.
     """
     if "filters" not in index.store.capabilities:
         filter = None
@@ -443,16 +490,20 @@ def hits_until(
         unfinished = []
         step = max(1, _MAX_HITS_AT_ONCE // k)
         for start in range(0, len(rows), step):
+            require_time()
             block = rows[start : start + step]
             vectors = queries.query[block]
             codes = None if queries.code is None else queries.code[block]
             encoded = Encoded(vectors, vectors, codes, queries.bundle)
             for row, hits in zip(block, index.search(encoded, k, filter=filter), strict=True):
                 answers[row] = hits
-                if len(hits) >= k and not is_enough(row, hits):
+                is_last = len(hits) < k or k == most
+                if not is_last and not is_enough(row, hits):
                     unfinished.append(row)
         rows = unfinished
         k *= 4
+        if most is not None:
+            k = min(k, most)
     return answers
 
 

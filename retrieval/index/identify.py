@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from retrieval.bundle.bundle import Encoded
 from retrieval.errors import DataError
-from retrieval.index.calibration import Calibration, hits_until, read_calibration, read_field
+from retrieval.index.calibration import Calibration, hits_until, need_calibration, read_field
 from retrieval.index.queries_and_hits import Hit, Hits, encode_queries
 from retrieval.store.contract import Superseded
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from retrieval.index.index import Index
 
 _HITS = 10  # hits that a verdict shows
+# If so many hits have one class, the second counts as infinitely far, which only raises the rate.
+_MOST_HITS = 10_000
 _MAX_ATTEMPTS = 5  # while other processes change the served bundle
 
 
@@ -41,13 +44,9 @@ class Verdict:
     hits: Hits = field(default_factory=Hits, repr=False)
 
 
-def calibration(index: Index) -> Calibration | None:
-    """Return what `calibrate` measured on the served generation, or `None`."""
-    index.follow()
-    return read_calibration(index.store, index.generation)
-
-
-def identify(index: Index, images: Any, far: float = 0.01) -> Verdict:
+def identify(
+    index: Index, images: Any, far: float = 0.01, *, without: Collection[str] = ()
+) -> Verdict:
     """Return the class of what one photo or several photos show, or unknown.
 
     Of strangers, whose class the index lacks, about the share `far` gets a label. The index must be
@@ -56,6 +55,7 @@ def identify(index: Index, images: Any, far: float = 0.01) -> Verdict:
     Args:
         images: a query or a list of queries, as for `search`. All of them show one thing.
         far: accepted rate of false alarms.
+        without: ids of items that are left out, such as the photos themselves.
 
     Raises:
         DataError: the index is not calibrated, it has too few classes for the rate, or a query
@@ -63,19 +63,15 @@ def identify(index: Index, images: Any, far: float = 0.01) -> Verdict:
     """
     attempts = 0
     while True:
-        measured = calibration(index)
-        if measured is None:
-            raise DataError(
-                f"The index {index.path} is not calibrated. First run: retrieval calibrate"
-                f" {index.path} (in Python: index.calibrate())."
-            )
+        measured = need_calibration(index)
         measured.require(far)
         bundle = index.bundle
         vectors, codes, _ = encode_queries(bundle, images)
         if not len(vectors):
             raise DataError("There is no photo to identify.")
+        queries = Encoded(vectors, vectors, codes, bundle.sha256)
         try:
-            return _verdict(index, measured, Encoded(vectors, vectors, codes, bundle.sha256), far)
+            return _verdict(index, measured, queries, far, set(without))
         # Another bundle is served, which encodes and is calibrated on its own.
         except Superseded:
             attempts += 1
@@ -83,20 +79,23 @@ def identify(index: Index, images: Any, far: float = 0.01) -> Verdict:
                 raise
 
 
-def _verdict(index: Index, measured: Calibration, queries: Encoded, far: float) -> Verdict:
+def _verdict(
+    index: Index, measured: Calibration, queries: Encoded, far: float, without: Set[str]
+) -> Verdict:
     """Return the verdict on the photos of one thing."""
     answers = hits_until(
         index,
         queries,
-        lambda _, hits: len(_nearest_classes(hits, measured)) == 2,
-        _HITS,
+        lambda _, hits: len(_nearest_classes(hits, measured, without)) == 2,
+        _HITS + len(without),
         measured.filter,
+        _MOST_HITS,
     )
     rates = []
     votes: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
     for hits in answers:
-        classes = _nearest_classes(hits, measured)
+        classes = _nearest_classes(hits, measured, without)
         if not classes:
             return Verdict(None, 1.0)
         (label, nearest), (second_label, second) = [*classes.items(), ("", np.inf)][:2]
@@ -117,17 +116,18 @@ def _verdict(index: Index, measured: Calibration, queries: Encoded, far: float) 
         names = [winner, *(name for name, _ in seconds.most_common(1)), None]
     evidence: dict[str, Hit] = {}
     for hit in sorted(chain.from_iterable(answers), key=lambda hit: hit.distance):
-        evidence.setdefault(hit.id, hit)
+        if hit.id not in without:
+            evidence.setdefault(hit.id, hit)
     shown = Hits(islice(evidence.values(), _HITS), index.store.original)
     return Verdict(names[0], rate, names[1], measured.is_stale(index), shown)
 
 
-def _nearest_classes(hits: Hits, measured: Calibration) -> dict[str, float]:
+def _nearest_classes(hits: Hits, measured: Calibration, without: Set[str]) -> dict[str, float]:
     """Return the distances of the nearest two classes among hits, nearest first."""
     classes: dict[str, float] = {}
     for hit in hits:
         name = read_field(hit, measured.field)
-        if name is not None:
+        if name is not None and hit.id not in without:
             classes.setdefault(name, hit.distance)
             if len(classes) == 2:
                 break

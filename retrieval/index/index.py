@@ -21,10 +21,10 @@ from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import Added, Options, Summary, add_images, add_sources
 from retrieval.index.answering import answer
-from retrieval.index.calibration import calibrate
+from retrieval.index.calibration import calibrate, calibration
 from retrieval.index.creating import create_and_open
 from retrieval.index.duplicates import duplicates
-from retrieval.index.identify import calibration, identify
+from retrieval.index.identify import identify
 from retrieval.index.migrating import migrate, rollback
 from retrieval.index.queries_and_hits import Hits
 from retrieval.index.query import Query, QueryOptions, plain_query, query_of
@@ -251,6 +251,11 @@ class Index:
                 also differ from one another: 1 looks at nothing else. See
                 `retrieval.index.answering`.
             facets: fields whose values are counted among the hits; see `Hits.facets`.
+            order_by: list the same hits by the value of this field (numbers before text), and with
+                "-" before it, as in "-price", from the largest. Hits without a value, or with a
+                list or an object, come last.
+            scores: give each hit a `score`, the share of strangers that come less near, which needs
+                `calibrate`.
 
         Raises:
             DataError: an image cannot be decoded; a vector has another width or holds NaN; a list

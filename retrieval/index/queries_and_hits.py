@@ -44,6 +44,8 @@ class Hit(NamedTuple):
         metadata: metadata of the item.
         path: path of the indexed file. `None` if the item is not a file of its own.
         keep: what the index keeps of the original; see `retrieval.store.contract.Keep`.
+        score: share of strangers that come less near, if the search asked for `scores`; see
+            `Calibration.shares`.
     """
 
     id: str
@@ -52,6 +54,7 @@ class Hit(NamedTuple):
     metadata: Mapping[str, Any]
     path: Path | None = None
     keep: str = "reference"
+    score: float | None = None
 
     def __repr__(self) -> str:
         if self.label is None:

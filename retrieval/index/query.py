@@ -20,6 +20,10 @@ Likes: TypeAlias = "ImageLike | list[Any] | tuple[Any, ...]"
 """One or several ids of items or pictures."""
 
 
+class Id(str):
+    """The id of an item to like or dislike, which is never read as the path of a picture."""
+
+
 class QueryOptions(TypedDict, total=False):
     """The keywords of `Index.search`; see there."""
 
@@ -33,6 +37,8 @@ class QueryOptions(TypedDict, total=False):
     offset: int
     diversity: float
     facets: str | Sequence[str]
+    order_by: str | None
+    scores: bool
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,10 @@ class Query:
         offset: number of hits or groups to skip.
         diversity: from 0 (the nearest) to 1 (as different as possible).
         facets: fields whose values are counted among the hits.
+        order_by: field by whose value the hits are listed; with "-" before it, from the largest.
+        scores: whether hits have a score.
+        ids: id of each query that is an item, in the order of the queries; an item is no hit of its
+            own query.
 
     Raises:
         DataError: an option has no such value.
@@ -67,6 +77,9 @@ class Query:
     offset: int = 0
     diversity: float = 0.0
     facets: tuple[str, ...] = ()
+    order_by: str | None = None
+    scores: bool = False
+    ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # NumPy's whole numbers become Python's, which every store can write.
@@ -90,8 +103,10 @@ class Query:
             value = getattr(self, name)
             # A text or a picture stands for a list of one.
             object.__setattr__(self, name, (value,) if is_image(value) else tuple(value))
+        # A field that is none is refused before anything is searched.
         for name in self.facets:
             parse_field(name)
+        _ = self.group_field, self.order_field
 
     @property
     def is_plain(self) -> bool:
@@ -105,6 +120,9 @@ class Query:
             or self.offset
             or self.diversity
             or self.facets
+            or self.order_by is not None
+            or self.scores
+            or self.ids
         )
 
     @cached_property
@@ -113,6 +131,13 @@ class Query:
         if self.group_by is None:
             return None
         return parse_field(self.group_by)
+
+    @cached_property
+    def order_field(self) -> Field | None:
+        """The field of `order_by`."""
+        if self.order_by is None:
+            return None
+        return parse_field(str(self.order_by).removeprefix("-"))
 
     @property
     def pool(self) -> int:

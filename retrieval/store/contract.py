@@ -60,6 +60,12 @@ class TooSlow(StoreError):
     """A call exceeded the time limit of `patience`; request less. Nothing is damaged."""
 
 
+def require_time() -> None:
+    """Raise `TooSlow` if `patience` has ended; for searches that take many calls."""
+    if time.monotonic() > stop_at():
+        raise TooSlow("The search takes too long. Ask for fewer hits, or use a simpler filter.")
+
+
 class Store(ABC):
     """Keeps items and their arrays, and proposes the items nearest to a query.
 
@@ -192,6 +198,24 @@ class Store(ABC):
             DataError: no item has ever had a field that `where` names, or `after` cannot be an id
                 (it holds NUL or half of a surrogate pair).
         """
+
+    def newest(
+        self, filter: Filter | None = None, *, before: int | None = None, limit: int = 1000
+    ) -> list[tuple[int, Item]]:
+        """Return a page of items without arrays, the one that was last added or changed first.
+
+        Args:
+            filter: filter that items must match.
+            before: number of the last item of the previous page; None starts at the newest item.
+            limit: most items to return.
+
+        Returns:
+            The items, each after its number; an item that is added or changed gets a larger one.
+
+        Raises:
+            DataError: the store cannot tell, or no item has ever had a field of the filter.
+        """
+        raise DataError("The store of this index cannot tell which items are the newest.")
 
     @abstractmethod
     def count(self, filter: Filter | None = None) -> int:

@@ -287,6 +287,24 @@ class LocalStore(Store):
             )
             return list(map(from_row, ask(connection, sql, (after or "", *values, limit))))
 
+    def newest(
+        self, filter: Filter | None = None, *, before: int | None = None, limit: int = 1000
+    ) -> list[tuple[int, Item]]:
+        """Return a page of items, the newest first; see `Store`."""
+        with self.record.reading() as connection:
+            condition, values = sql_of(connection, filter)
+            sql = (
+                f"select {ITEM_COLUMNS} from items where n < ? and ({condition})"
+                " order by n desc limit ?"
+            )
+            if before is None:
+                before = last_number(connection) + 1
+            rows = ask(connection, sql, (before, *values, limit))
+            pairs = [(row[0], from_row(row)) for row in rows]
+        if not pairs:
+            self.refuse_impossible(filter)
+        return pairs
+
     def count(self, filter: Filter | None = None) -> int:
         """Return the number of items; see `Store`."""
         with self.record.reading() as connection:

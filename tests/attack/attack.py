@@ -256,7 +256,7 @@ class Attacked:
     """
 
     def __init__(self, folder: Path, *options: str) -> None:
-        from retrieval.index.index import create_index
+        from retrieval.index.index import Index
 
         from retrieval_server.keys import add_key, new_key
 
@@ -265,7 +265,9 @@ class Attacked:
         self.sound = (folder / "photos" / "3" / "0003.png").read_bytes()
         self.index, self.still = folder / f"{OPEN}.index", folder / f"{STILL}.index"
         for path in (self.index, self.still):
-            create_index(path, bundle, [folder / "photos"], progress=False)
+            photos = [folder / "photos"]
+            with Index.create(path, photos, model=bundle, progress=False) as index:
+                index.calibrate(progress=False)
         self.snapshots, self.audit = folder / "snapshots", folder / "audit.jsonl"
         self.temporary, self.log = folder / "temporary", folder / "log"
         for path in (self.temporary, self.snapshots):

@@ -111,6 +111,8 @@ class Generator:
             (1, self._chunks),
             (1, self._pipelined),
             (1, self._gallery),
+            (3, self._question),
+            (1, self._identify),
         ]
 
     def make(self, number: int) -> Request:
@@ -216,6 +218,53 @@ class Generator:
         ]
         return Request("json", post(chance.choice(bodies)))
 
+    def _question(self, chance: random.Random) -> Request:
+        """Return a search with options at their limits, or beyond."""
+        many = chance.choice([1, 100, 101, 50_000])
+        id = chance.choice(
+            [*["3/0003.png"] * 5, "item/1", "../../etc/passwd", "\ud800", "x" * 5000, ""]
+        )
+        field = chance.choice(["label", "id", "price", "tags", "a" + ".a" * many, '"', "-", ""])
+        options: dict[str, list[object]] = {
+            "like": [[id] * many, [[id]] * many, id, None, [[]]],
+            "dislike": [[id] * many, {}],
+            "group_by": [field, [field]],
+            "group_size": [1, 10, 100, 101, 10**400],
+            "max_distance": [0, 1e308, -1, "nan", float("nan"), float("inf")],
+            "offset": [1, 10_000, 10_001, -1, 1e300],
+            "diversity": [0, 0.5, 1, 1.1, float("nan")],
+            "facets": [[field] * min(many, 11), ["id"] * 10, [field] * many, field],
+            "order_by": [field, f"-{field}", "-" * many],
+            "scores": [True, False, 1],
+            "k": [1, 10, 1000],
+        }
+        names = chance.sample(list(options), chance.choice([1, 2, 3, len(options)]))
+        # Half of the requests have only sound values, so that they reach the search.
+        sound = chance.random() < 0.5
+        chosen = {
+            name: options[name][0] if sound else chance.choice(options[name]) for name in names
+        }
+        if chance.random() < 0.3:
+            files = [(chance.choice(["like", "dislike", "image"]), self.sound)] * min(many, 101)
+            files += [("like", chance.choice(self._images)[1][:300_000])]
+            texts = [(name, json.dumps(value).encode()) for name, value in chosen.items()]
+            return Request("question", post(_form(files, texts), FORM))
+        body = {"vector": [0.5] * self._width, **chosen}
+        return Request("question", post(json.dumps(body).encode("utf-8", "surrogatepass")))
+
+    def _identify(self, chance: random.Random) -> Request:
+        many = chance.choice([1, 16, 17, 100])
+        far = chance.choice(["0.5", "0.01", "nan", "1e-99", "-1", "9" * 5000])
+        images = [chance.choice(self._images)[1][:300_000]] * many
+        body = _form([("image", image) for image in images], [("far", far.encode())])
+        if chance.random() < 0.4:
+            vector = chance.choice([[0.5] * self._width, [1e39] * self._width, [0.5] * 50_000])
+            body = json.dumps(
+                {"vector": vector, "far": chance.choice([0.5, 1, -1, 1e-300])}
+            ).encode()
+            return Request("identify", named("POST", "/v1/identify", post(body)))
+        return Request("identify", named("POST", "/v1/identify", post(body, FORM)))
+
     def _chunks(self, chance: random.Random) -> Request:
         body = form(bytes(chance.choice([10, 5000, 100_000])))
         size = chance.choice([1, 7, 1000, 1_000_000])
@@ -242,6 +291,15 @@ class Generator:
         headers = chance.choice([(), ('If-None-Match: "x"',), ("Range: bytes=5-1",)])
         content = get(f"/v1/items/{number}/image", *headers)
         return Request("gallery", content * chance.choice([1, 1, 30]))
+
+
+def _form(files: Sequence[tuple[str, bytes]], texts: Sequence[tuple[str, bytes]]) -> bytes:
+    """Return the body of a form with the boundary `b`, with files and texts by field."""
+    parts = [(f'name="{name}"; filename="x"', content) for name, content in files]
+    parts += [(f'name="{name}"', content) for name, content in texts]
+    head = "--b\r\nContent-Disposition: form-data; "
+    body = b"".join(f"{head}{name}\r\n\r\n".encode() + part + b"\r\n" for name, part in parts)
+    return body + b"--b--\r\n"
 
 
 def named(method: str, path: str, content: bytes) -> bytes:

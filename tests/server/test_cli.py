@@ -45,6 +45,8 @@ MISTAKES = [
     ("search i --like 1000", "no item '1000', nor is it a picture"),
     ("search i photos/3/0003.png --group-size 2", "group_size needs group_by"),
     ("search i photos/3/0003.png --facet colour", "has a field 'colour'"),
+    ("search i photos/3/0003.png --order-by -colour", "has a field 'colour'"),
+    ("search i photos/3/0003.png --scores", "is not calibrated"),
 ]
 
 
@@ -77,6 +79,9 @@ def test_index_and_search_and_their_errors(
     (as_json,) = json.loads(cli("search", "i", *liked.split(), "--facet", "label", "--json").out)
     assert as_json["query"] == "3/0003.png" and len(as_json["results"]) == 10
     assert sum(entry["count"] for entry in as_json["facets"]["label"]) == 10
+    (ordered,) = json.loads(cli("search", "i", *liked.split(), "--order-by=-id", "--json").out)
+    ids = [hit["id"] for hit in ordered["results"]]
+    assert ids == sorted((hit["id"] for hit in as_json["results"]), reverse=True)
     (tmp_path / "photos" / "bad.png").write_bytes(b"")
     for line, says in MISTAKES:
         run = cli(*line.format(bundle=bundle_path).split())

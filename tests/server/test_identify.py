@@ -12,7 +12,7 @@ from retrieval.cli.app import app
 from retrieval.errors import DataError, StoreError
 from retrieval.index.calibration import Calibration
 from retrieval.index.index import open_index
-from retrieval.store.contract import Item, widths_of
+from retrieval.store.contract import Item, TooSlow, patience, widths_of
 from retrieval.store.folder import create_local
 from retrieval.store.items import CALIBRATION
 from scipy.stats import binom
@@ -163,6 +163,61 @@ def test_a_class_of_digits_that_is_left_out(bundle, tmp_path):
         shares.append(np.mean([verdict.label is not None for verdict in verdicts]))
     # The bound of the jackknife+ is twice the rate.
     assert 0 < np.mean(shares) < 0.2
+
+
+def test_the_score_of_a_hit_is_the_share_of_strangers_that_are_farther(index):
+    rng = np.random.default_rng(0)
+    vectors, labels = clouds(rng, 12, 4)
+    put(index, vectors, labels)
+    calibration = index.calibrate(draws=5, **QUIET)
+    for query in rng.normal(size=(5, 16)).astype(np.float32):
+        hits = index.search(query, 20, scores=True)
+        assert [hit._replace(score=None) for hit in hits] == index.search(query, 20)
+        for hit in hits:
+            draws = [
+                (1 + sum(other <= hit.distance for other in draw)) / (len(draw) + 1)
+                for draw in calibration.to_other.tolist()
+            ]
+            assert hit.score == 1 - statistics.median(draws)
+        assert 0 <= hits[-1].score <= hits[0].score < 1
+        assert repr(hits).splitlines()[0].split() == ["distance", "score", "label", "id"]
+        assert "<th>score</th>" in hits._repr_html_()
+    assert index.search(vectors[0], scores=True, filter="label = 'none'") == []
+    # What is measured anew is used at once.
+    index.delete([f"{n:04}" for n in range(4, 48, 2)])
+    newer = index.calibrate(draws=1, **QUIET)
+    (hit,) = index.search(query, 1, scores=True)
+    assert hit.score == 1 - newer.shares([hit.distance])[0]
+
+
+def test_what_is_left_out_is_no_evidence(index):
+    vectors, labels = clouds(np.random.default_rng(0), 40, 3, noise=0.2)
+    put(index, vectors, labels)
+    index.calibrate(**QUIET)
+    own, without = (
+        index.identify(vectors[4], 0.1),
+        index.identify(vectors[4], 0.1, without=["0004"]),
+    )
+    assert own.hits[0].id == "0004"
+    assert "0004" not in {hit.id for hit in without.hits}
+    assert [hit.id for hit in without.hits][:9] == [hit.id for hit in own.hits][1:]
+    assert len(without.hits) == 10
+    assert without.label == labels[4] == own.label
+    with pytest.raises(TooSlow, match="takes too long"), patience(-1):
+        index.identify(vectors[4], 0.1)
+
+
+@pytest.mark.scale
+def test_a_class_of_more_than_ten_thousand_hits_is_not_searched_to_its_end(index):
+    rng = np.random.default_rng(0)
+    crowd = 0.1 * rng.normal(size=(10_200, 16))
+    others, names = clouds(rng, 9, 2)
+    put(index, np.concatenate([crowd, others + 9]), ["crowd"] * len(crowd) + names)
+    calibration = index.calibrate(**QUIET)
+    verdict = index.identify(np.zeros(16, np.float32), 0.2)
+    # The second class counts as infinitely far.
+    assert verdict.rate == calibration.rate(verdict.hits[0].distance, "crowd", np.inf)
+    assert (verdict.label, verdict.second) == ("crowd", None)
 
 
 def test_too_few_classes(index):

@@ -6,6 +6,7 @@ import warnings
 from base64 import b64encode
 
 import pytest
+from retrieval.index.index import Index
 
 from retrieval_server.keys import add_key, new_key
 from retrieval_server.openapi import OPERATIONS, document
@@ -49,6 +50,8 @@ def valid(schema: dict, content: object) -> bool:
 
 
 def test_responses_match_the_document(served, living, photos):
+    with Index.open(living, threads=1) as index:
+        index.calibrate(progress=False)
     server = served(living, "--open", "admin", "--snapshots", str(living.parent))
     image = next(photos.rglob("*.png")).read_bytes()
     vector, seen = [0.5] * WIDTH, set()
@@ -79,7 +82,13 @@ def test_responses_match_the_document(served, living, photos):
         for body in ({"vector": vector, "explain": True}, {"id": "c", "fields": []}):
             own("/search", "POST", json=body)
         own("/search?explain=true", "POST", content=image, headers={"Content-Type": "image/png"})
+        asks = {"group_by": "label", "facets": ["label"], "scores": True, "like": ["c"]}
+        own("/search", "POST", json=asks)
+        own("/search", "POST", files=[("image", image), ("like", image)], data={"dislike": "c"})
         own("/search", "POST", json={}, status=400)
+        own("/identify", "POST", json={"vector": vector, "far": 0.5})
+        own("/identify", "POST", files=[("image", image)] * 2, status=422)
+        own("/identify?far=0.5", "POST", content=image, headers={"Content-Type": "image/png"})
         own("/search/batch", "POST", json={"queries": [{"id": "c"}], "explain": True})
         own("/encode", "POST", files=[("image", image)] * 2)
         data_url = f"data:image/png;base64,{b64encode(image).decode()}"
@@ -88,7 +97,7 @@ def test_responses_match_the_document(served, living, photos):
             own("/embeddings", "POST", json=body)
         own("/embeddings", "POST", json={"input": "http://x/y.png", "model": "i"}, status=400)
         own("/index")
-        own("/items?limit=3")
+        own("/items?limit=3&order=newest")
         own("/items", "POST", json={"items": [{"id": "d", "vector": vector}]})
         own("/items", "PATCH", json={"filter": "n = 2", "label": "z", "metadata": None})
         own("/items/a%2Fb?vector=true", end="/items/{id}")

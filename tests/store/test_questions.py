@@ -15,7 +15,7 @@ from retrieval.errors import DataError
 from retrieval.index.answering import DISLIKE_SHARE
 from retrieval.index.index import Index, open_index
 from retrieval.index.query import DIVERSITY_POOL, Query
-from retrieval.store.contract import Item, widths_of
+from retrieval.store.contract import Item, TooSlow, patience, widths_of
 from retrieval.store.filters import as_filter, matches
 from retrieval.store.folder import create_local
 
@@ -106,6 +106,17 @@ def brute(everything: list[Item], vector: Any, query: Query) -> list[tuple[str, 
 
             order.append(max(rest, key=worth))
     hits = [entry for group in order[query.offset : last] for entry in group[: query.group_size]]
+    if query.order_by:
+        field = query.order_by.removeprefix("-")
+        numbers, texts, rest = [], [], []
+        for hit in hits:
+            found = value(hit[2], field)
+            kinds = {int: numbers, float: numbers, bool: numbers, str: texts}
+            kinds.get(type(found), rest).append((found, hit))
+        for kind in (numbers, texts):
+            kind.sort(key=lambda pair: pair[0], reverse=query.order_by != field)
+        kinds = [texts, numbers] if query.order_by != field else [numbers, texts]
+        hits = [hit for _, hit in [*kinds[0], *kinds[1], *rest]]
     return [(id, distance) for distance, id, _ in hits]
 
 
@@ -166,6 +177,7 @@ def questions(draw: Any) -> Query:
         offset=draw(st.sampled_from((0, 1, 5, 400))),
         diversity=draw(st.sampled_from((0.0, 0.0, 0.3, 1.0))),
         facets=draw(st.sampled_from(((), ("label",), ("kind", "tags")))),
+        order_by=draw(st.sampled_from((None, None, "label", "-part.number", "kind", "-kind"))),
     )
 
 
@@ -258,6 +270,48 @@ def test_likes_are_ids_or_pictures(tmp_path: Path, bundle: Bundle) -> None:
         assert len(one) == 2 and all(id not in {hit.id for hit in hits} for hits in one)
 
 
+def test_a_query_is_no_hit_of_its_own(known: Any) -> None:
+    index, everything = known
+    ids = ("item 3", "item 40")
+    vectors = np.stack([index.vector(id) for id in ids])
+    together = index.answer(vectors, Query(5, group_by="label", likes=("item 9",), ids=ids))
+    for id, vector, hits in zip(ids, vectors, together, strict=True):
+        others = [item for item in everything if item.id != id]
+        likes = [vector, index.vector("item 9")]
+        wanted = rocchio(np.array(likes, np.float64), []).astype(np.float32)
+        query = Query(5, group_by="label", filter="id != 'item 9'")
+        assert [hit.id for hit in hits] == [name for name, _ in brute(others, wanted, query)]
+
+
+def test_a_search_ends_with_its_patience(known: Any) -> None:
+    index, _ = known
+    vector = makers.weights(5, 1, WIDTH)
+    options: list[dict[str, Any]] = [
+        {"group_by": "label"},
+        {"diversity": 0.5},
+        {"max_distance": 3.0},
+        {"like": "item 1"},
+    ]
+    for chosen in options:
+        with pytest.raises(TooSlow, match="takes too long"), patience(-1):
+            index.search(vector, **chosen)
+
+
+@pytest.mark.scale
+def test_values_that_are_no_groups_end_the_search(tmp_path: Path, bundle: Bundle) -> None:
+    vectors = np.random.default_rng(0).normal(size=(50_100, WIDTH)).astype(np.float32)
+    everything = [
+        Item(f"{number}", None, {"tags": [number % 3]}, arrays={"vector": vector})
+        for number, vector in enumerate(vectors)
+    ]
+    everything.append(Item("far", None, {"tags": "a"}, arrays={"vector": vectors[0] + 100}))
+    with made(tmp_path / "i", bundle, everything) as index:
+        with pytest.raises(DataError, match="50,000 nearest items have lists"):
+            index.search(vectors[0], group_by="tags")
+        (hit,) = index.search(vectors[0], group_by="tags", filter="tags = 'a'")
+        assert hit.id == "far"
+
+
 MISTAKES = [
     ({"offset": -1}, "offset must be a whole number from 0"),
     ({"offset": 1.5}, "offset must be a whole number from 0"),
@@ -270,6 +324,9 @@ MISTAKES = [
     ({"group_by": ""}, "is not a field"),
     ({"facets": "colour"}, "colour"),
     ({"facets": "a..b"}, "is not a field"),
+    ({"order_by": "-"}, "is not a field"),
+    ({"order_by": "-colour"}, "colour"),
+    ({"scores": True}, "is not calibrated"),
     ({"like": "item 1000"}, "no item 'item 1000'"),
     ({"queries": None, "dislike": "item 1"}, "something to like"),
     ({"queries": None}, "A query is"),

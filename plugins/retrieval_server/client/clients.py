@@ -31,6 +31,7 @@ from retrieval_server.client.bodies import (
     id_parameter,
     json_of,
     numbers_of,
+    several,
     texts_of,
     without_none,
 )
@@ -39,6 +40,9 @@ from retrieval_server.client.sending import Sender
 
 if TYPE_CHECKING:
     from retrieval_server.client.bodies import Image
+
+    Examples = Image | Sequence[Image]
+    """One or several ids of items or images."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,6 +59,14 @@ class SearchOptions(TypedDict, total=False):
     candidates: int | None
     fields: Sequence[str] | None
     explain: bool
+    group_by: str | None
+    group_size: int
+    max_distance: float | None
+    offset: int
+    diversity: float
+    facets: Sequence[str]
+    order_by: str | None
+    scores: bool
 
 
 class AsyncClient(Sender):
@@ -82,25 +94,42 @@ class AsyncClient(Sender):
         *,
         vector: Iterable[float] | None = None,
         id: str | None = None,
+        like: Examples = (),
+        dislike: Examples = (),
         **options: Unpack[SearchOptions],
     ) -> responses.SearchAnswer:
         """Search for the items nearest to an image, a vector or an item of the index.
 
-        Give one of `image`, `vector` and `id`.
+        Give one of `image`, `vector` and `id`, or only `like`.
 
         Args:
             image: query image.
             vector: query vector, as wide as the index's vectors.
             id: id of an item of the index; the item itself is left out of the results.
-            options: `k`, `filter`, `candidates`, `fields` (of the metadata) and `explain`.
+            like: ids or images that results should resemble; text is an id, a file is a `Path`.
+                Images cannot be sent beside a `vector` or `id`.
+            dislike: the same of what results should not resemble.
+            options: `k`, `filter`, `fields` (of the metadata) and others; see docs/http.md.
         """
-        if sum(target is not None for target in (image, vector, id)) != 1:
-            raise DataError("Search for exactly one of an image, a vector and an id.")
-        if image is not None:
-            content = await form_of([image], texts_of(**options))
+        targets = sum(target is not None for target in (image, vector, id))
+        examples = {"like": several(like), "dislike": several(dislike)}
+        if targets > 1 or not (targets or examples["like"]):
+            raise DataError(
+                "Search for exactly one of an image, a vector and an id, or only for likes."
+            )
+        pictures = {}
+        for name, group in examples.items():
+            pictures[name] = [entry for entry in group if not isinstance(entry, str)]
+            examples[name] = [entry for entry in group if isinstance(entry, str)]
+        named = {name: ids for name, ids in examples.items() if ids}
+        query = without_none(id=id, vector=numbers_of(vector))
+        if image is None and not any(pictures.values()):
+            content = json_of({**query, **named, **options})
+        elif query:
+            raise DataError("Beside a vector or an id, like and dislike ids, not images.")
         else:
-            query = without_none(id=id, vector=numbers_of(vector))
-            content = json_of({**query, **options})
+            images = [] if image is None else [image]
+            content = await form_of(images, texts_of(**named, **options), **pictures)
         return await self._send("POST", "/search", responses.SearchAnswer, **content)
 
     async def search_batch(
@@ -122,6 +151,33 @@ class AsyncClient(Sender):
         else:
             content = json_of({"queries": queries or named, **options})
         return await self._send("POST", "/search/batch", responses.BatchAnswer, **content)
+
+    async def identify(
+        self,
+        images: Image | Sequence[Image] | None = None,
+        far: float = 0.01,
+        *,
+        vector: Iterable[float] | None = None,
+        id: str | None = None,
+        fields: Sequence[str] | None = None,
+    ) -> responses.IdentifyAnswer:
+        """Return which class of the index one or several photos of one thing show, or unknown.
+
+        Args:
+            images: one photo or a list of them.
+            far: accepted share of strangers that get a label.
+            vector: a vector instead of photos.
+            id: id of an item instead of photos; the item itself is no evidence.
+            fields: metadata of the results.
+        """
+        if sum(target is not None for target in (images, vector, id)) != 1:
+            raise DataError("Identify exactly one of images, a vector and an id.")
+        options = without_none(far=far, fields=fields)
+        if images is not None:
+            content = await form_of(several(images), texts_of(**options))
+        else:
+            content = json_of({**without_none(id=id, vector=numbers_of(vector)), **options})
+        return await self._send("POST", "/identify", responses.IdentifyAnswer, **content)
 
     async def encode(self, *images: Image) -> responses.EncodeAnswer:
         """Return the vectors of images as the index's bundle encodes them; nothing is stored."""
@@ -351,6 +407,7 @@ class Client:
 
     search = _blocking(AsyncClient.search)
     search_batch = _blocking(AsyncClient.search_batch)
+    identify = _blocking(AsyncClient.identify)
     encode = _blocking(AsyncClient.encode)
     put = _blocking(AsyncClient.put)
     patch = _blocking(AsyncClient.patch)
