@@ -126,12 +126,12 @@ def near_pairs(
     parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
     total = 0
     with Meter(what, size, "items") as meter:
-        for rows, others in _blocks(centred, within, error * np.sqrt(squares)):
+        for rows, neighbours in _blocks(centred, within, error * np.sqrt(squares)):
             step = max(1, _ENTRIES // len(rows))
-            for start in range(0, len(others), step):
+            for start in range(0, len(neighbours), step):
                 if total > MOST_PAIRS:
                     break
-                columns = others[start : start + step]
+                columns = neighbours[start : start + step]
                 squared = shortened[rows, None] + shortened[columns]
                 squared -= 2 * (centred[rows] @ centred[columns].T)
                 row, column = np.nonzero(squared <= within**2)
@@ -178,17 +178,17 @@ def _blocks(centred: Floats32, within: float, margins: Floats32) -> Iterator[tup
     done = np.zeros(size, bool)
     unfinished = [(np.arange(size), np.arange(size))]
     while unfinished:
-        rows, others = unfinished.pop()
-        others = others[~done[others]]
+        rows, neighbours = unfinished.pop()
+        neighbours = neighbours[~done[neighbours]]
         for low, high in zip(lower, upper, strict=True):
             least = low[rows].min() - within
             most = high[rows].max() + within
-            others = others[(high[others] >= least) & (low[others] <= most)]
+            neighbours = neighbours[(high[neighbours] >= least) & (low[neighbours] <= most)]
         if len(rows) > _ROWS:
             widest = components[:, rows].var(axis=1).argmax()
             half = len(rows) // 2
             ordered = rows[np.argpartition(components[widest, rows], half)]
-            unfinished += [(ordered[half:], others), (ordered[:half], others)]
+            unfinished += [(ordered[half:], neighbours), (ordered[:half], neighbours)]
         else:
             done[rows] = True
-            yield rows, np.concatenate([rows, others[~done[others]]])
+            yield rows, np.concatenate([rows, neighbours[~done[neighbours]]])
