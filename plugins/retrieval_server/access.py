@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 
 from retrieval_server.keys import MAX_SENT, KeySource
 from retrieval_server.problems import RequestError
-from retrieval_server.settings import HEALTH, ROLES, Role, Settings
+from retrieval_server.settings import HEALTH, PAGE_FILES, ROLES, Role, Settings
 
-_KEYLESS = re.compile(
-    r"/|/duplicates|/page(?:-part|-edit|-duplicates)?\.(?:css|js)|/livez|/readyz"
-    r"|/v1/openapi\.json"
-)
+_KEYLESS = {*PAGE_FILES, "/livez", "/readyz", "/v1/openapi.json"}
 _READS = re.compile(r"/v1(?:/indexes/[^/]+)?/(?:search(?:/batch)?|identify|encode|embeddings)")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
 _CLOSE = {"Connection": "close"}
@@ -28,7 +25,7 @@ _TASKS = {
 
 def is_free(method: str, path: str) -> bool:
     """Return whether a request needs no key: health checks, web page and OpenAPI document."""
-    return method in ("GET", "HEAD") and _KEYLESS.fullmatch(path) is not None
+    return method in ("GET", "HEAD") and path in _KEYLESS
 
 
 def needed_role(method: str, path: str, keyed: bool) -> Role:

@@ -57,7 +57,7 @@ from retrieval_server.problems import RequestError, busy, problem, report
 from retrieval_server.readiness import Readiness
 from retrieval_server.routes import NamedRoute, Routes
 from retrieval_server.served_index import Served, Workers
-from retrieval_server.settings import DRAIN_SECONDS, GRACE_SECONDS, HEALTH, Settings
+from retrieval_server.settings import DRAIN_SECONDS, GRACE_SECONDS, HEALTH, PAGE_FILES, Settings
 
 log = logging.getLogger("retrieval_server")
 
@@ -79,14 +79,7 @@ _MAX_TEXT = 500
 """Maximum length of a reason or a path in the log."""
 _KEYS_SECONDS = 0.5
 """Seconds between two checks whether the file of keys has changed."""
-_PAGE = {
-    **dict.fromkeys(("page.html", "page-duplicates.html"), "text/html"),
-    **dict.fromkeys(("page.css", "page-duplicates.css"), "text/css"),
-    **dict.fromkeys(
-        ("page.js", "page-part.js", "page-edit.js", "page-duplicates.js"), "text/javascript"
-    ),
-}
-_PAGE_PATHS = {"page.html": "/", "page-duplicates.html": "/duplicates"}
+_MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _SENTENCES = {
     404: "There is nothing at this address.",
     405: "This address does not support this method.",
@@ -146,7 +139,7 @@ class Application:
         routes = [
             *Routes(self.served, settings).all(),
             *(NamedRoute(path, handler) for path, handler in health),
-            *(_static(name, f"{kind}; charset=utf-8") for name, kind in _PAGE.items()),
+            *(_static(path, name) for path, name in PAGE_FILES.items()),
         ]
         self._metrics = Metrics(self.served)
         self._access = Access(settings, keys)
@@ -324,13 +317,14 @@ def _refusal_of(error: BaseException) -> RequestError:
     return RequestError(500, "The server failed to handle this request; its log says why.")
 
 
-def _static(name: str, media_type: str) -> NamedRoute:
+def _static(path: str, name: str) -> NamedRoute:
     content = files("retrieval_server").joinpath(name).read_bytes()
+    media_type = f"{_MEDIA_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
 
     async def respond(request: Request) -> Response:
         return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
-    return NamedRoute(_PAGE_PATHS.get(name, f"/{name}"), respond)
+    return NamedRoute(path, respond)
 
 
 def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:

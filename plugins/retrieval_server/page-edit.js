@@ -25,23 +25,63 @@ async function fill(image, address) {
   }
 }
 
+const isWritable = () => document.body.classList.contains("writable");
+
 function applyRole(role) {
   document.body.classList.toggle("writable", ["write", "admin"].includes(role));
+}
+
+// The label on a card, edited in place: Enter saves, Escape cancels.
+function labelOf(item, place) {
+  const name = item.label ?? "no label";
+  if (!isWritable() || place !== 0) return element("span", "label", name);
+  const label = buttonOf("label", name, `label ${item.id}`, () => {
+    label.replaceWith(input);
+    input.value = item.label ?? "";
+    input.select();
+  });
+  label.title = "Change the label";
+  label.setAttribute("aria-label", `Label of ${item.id}: ${name}. Change it`);
+  const input = element("input", "label");
+  input.type = "text";
+  input.setAttribute("aria-label", `Label of ${item.id}`);
+  const close = () => {
+    const after = card(item, place);
+    input.closest(".hit").replaceWith(after);
+    after.querySelector(".label").focus();
+  };
+  input.addEventListener("keydown", async (event) => {
+    if (event.key === "Escape") close();
+    if (event.key !== "Enter") return;
+    try {
+      await patch(item.id, { label: input.value || null });
+      item.label = input.value || null;
+      close();
+      showCounts();
+      show(`The label of ${item.id} is now: ${item.label ?? "none"}`, false);
+    } catch (fault) {
+      show(fault.message, true);
+    }
+  });
+  return label;
 }
 
 function editButtons(hit) {
   const row = element("p", "edit");
   for (const [word, act] of [["Change", () => describe(hit)], ["Delete", () => remove(hit)]]) {
-    const button = element("button", "", word);
-    button.type = "button";
+    const button = buttonOf("", word, `${word} ${hit.id}`, act);
     button.setAttribute("aria-label", `${word} ${hit.id}`);
-    button.addEventListener("click", act);
     row.append(button);
   }
   return row;
 }
 
 const addressOf = (id) => `${roots[0]}/item?id=${encodeURIComponent(id)}`;
+
+function patch(id, changes) {
+  const headers = { "Content-Type": "application/json" };
+  return call(addressOf(id), { method: "PATCH", body: JSON.stringify(changes), headers });
+}
 
 function describe(item) {
   editing = item;
@@ -90,19 +130,16 @@ async function save() {
     } catch {
       throw new Error('The metadata must be a JSON object, such as {"price": 20}.');
     }
-    const request = { method: "PUT" };
     if (item.image) {
       if (await exists(id)) throw new Error("An item has this id already. Choose another, or change that item.");
-      request.body = new FormData();
-      if (label) request.body.append("label", label);
-      request.body.append("metadata", metadata);
-      request.body.append("image", item.image, "item");
+      const body = new FormData();
+      if (label) body.append("label", label);
+      body.append("metadata", metadata);
+      body.append("image", item.image, "item");
+      await call(addressOf(id), { method: "PUT", body });
     } else {
-      request.method = "PATCH";
-      request.body = JSON.stringify({ label: label || null, metadata: mergePatch(item.metadata ?? {}, parsed) });
-      request.headers = { "Content-Type": "application/json" };
+      await patch(id, { label: label || null, metadata: mergePatch(item.metadata ?? {}, parsed) });
     }
-    await call(addressOf(id), request);
     byId("item").close();
     await open();
     await again();

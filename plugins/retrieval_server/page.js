@@ -1,14 +1,16 @@
 "use strict";
 
+// The answers: cards of items, in one list or in two side by side.
+
 const byId = (id) => document.getElementById(id);
 const TINY = 64; // pixels; smaller images are enlarged with sharp pixels instead of a blur
-const KEYWORDS = /^(and|or|not|in|exists|true|false|null)$/i; // keywords of the filter language
+const LISTS = ["results", "others"];
 
 let roots = ["v1"]; // path prefixes of the searched indexes: one, or two side by side
-let limits = { bytes: 20000000 };
-let last = null; // current query, repeated when the filter, the index or the number of results changes
-let whole = null; // the image in the preview; `last` may be a part of it
-let newest = 0; // number of the newest query; responses to older queries are ignored
+let abouts = [{}]; // descriptions of these indexes
+let last = null; // current query; without one, the page shows all items
+let newest = 0; // number of the newest request; responses to older ones are ignored
+let shown = [[], []]; // items in the lists
 let severalIndexes = false;
 
 function element(tag, className, text) {
@@ -18,13 +20,18 @@ function element(tag, className, text) {
   return node;
 }
 
+function buttonOf(className, text, key, act) {
+  const button = element("button", className, text);
+  button.type = "button";
+  button.dataset.key = key;
+  button.addEventListener("click", act);
+  return button;
+}
+
 function show(sentence, isError) {
   byId("error").hidden = !isError;
   byId("error").textContent = isError ? sentence : "";
   byId("status").textContent = isError ? "" : sentence;
-  if (!isError) return;
-  for (const id of ["results", "others"]) byId(id).replaceChildren();
-  byId("stages").hidden = true;
 }
 
 async function call(path, request = {}) {
@@ -48,75 +55,81 @@ function sharpen(image) {
 }
 
 const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+const valueOf = (item, field) => (field === "label" || field === "id" ? item[field] : item.metadata[field]);
 
-function card(hit, place) {
-  const item = element("li", "hit");
-  const name = hit.label ?? "no label";
-  const frame = element("button", "frame");
-  frame.type = "button";
+function picture(item, gone) {
+  const image = element("img");
+  image.alt = "";
+  image.loading = "lazy";
+  sharpen(image);
+  image.addEventListener("error", gone);
+  fill(image, item.thumbnail_url ?? item.image_url);
+  return image;
+}
+
+function card(item, place) {
+  const entry = element("li", "hit");
+  const frame = buttonOf("frame", "", `frame ${place} ${item.id}`, () => searchWithItem(item, place));
   frame.title = "Search with this item";
-  frame.setAttribute("aria-label", `Search with ${hit.id}, ${name}`);
-  frame.addEventListener("click", () => searchWithItem(hit, place));
-  if (hit.image_url) {
-    const image = element("img");
-    image.alt = "";
-    image.loading = "lazy";
-    sharpen(image);
-    image.addEventListener("error", () => { frame.textContent = "The image is gone."; });
-    fill(image, hit.thumbnail_url ?? hit.image_url);
-    frame.append(image);
-  } else {
-    frame.textContent = `item ${hit.id}`;
-  }
+  frame.setAttribute("aria-label", `Search with ${item.id}, ${item.label ?? "no label"}`);
+  if (item.image_url) frame.append(picture(item, () => { frame.textContent = "The image is gone."; }));
+  else frame.textContent = `item ${item.id}`;
   const words = element("div", "words");
-  const distance = element("span", "distance", hit.distance.toFixed(4));
-  distance.title = "Distance: smaller is closer";
-  words.append(distance, element("span", "label", name), element("p", "key", hit.id));
-  const entries = Object.entries(hit.metadata);
+  if (item.distance !== undefined) words.append(measures(item));
+  words.append(labelOf(item, place), element("p", "key", item.id));
+  const entries = Object.entries(item.metadata);
   if (entries.length) {
     const list = element("ul", "metadata");
     list.append(...entries.map(([field, value]) => element("li", "", `${field}: ${text(value)}`)));
     words.append(list);
   }
-  item.append(frame, words, editButtons(hit));
-  return item;
+  entry.append(frame, markButtons(item), words, editButtons(item));
+  return entry;
 }
 
-async function search(root, query) {
-  const k = Number(byId("k").value);
-  const filter = byId("filter").value.trim();
-  let request;
-  if (query.image) {
-    if (query.image.size > limits.bytes) {
-      throw new Error(`The image has ${query.image.size.toLocaleString("en")} bytes; the limit is ` +
-        `${limits.bytes.toLocaleString("en")}.`);
-    }
-    const form = new FormData();
-    form.append("k", String(k));
-    form.append("explain", "true");
-    if (filter) form.append("filter", filter);
-    form.append("image", query.image, "query");
-    request = { method: "POST", body: form };
-  } else {
-    const body = { k, explain: true, ...(query.vector ? { vector: query.vector } : { id: String(query.id) }) };
-    if (filter) body.filter = filter;
-    request = { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } };
+function measures(hit) {
+  const both = element("p", "measures");
+  const distance = element("span", "distance", hit.distance.toFixed(4));
+  distance.title = "Distance: smaller is closer";
+  both.append(distance);
+  if (typeof hit.score === "number") {
+    const score = element("span", "score", `${(100 * hit.score).toFixed(1)} %`);
+    score.title = "Of things that the index does not have, this share comes less near";
+    both.append(score);
   }
-  try {
-    return await (await call(`${root}/search`, request)).json();
-  } catch (fault) {
-    // Some bundles encode queries differently from items, and some indexes lack the item: send its image.
-    if (!query.image_url || (fault.status !== 422 && (fault.status !== 404 || root === query.root))) throw fault;
-    return search(root, { image: await (await call(query.image_url)).blob() });
-  }
+  return both;
 }
 
-function counted(answer) {
-  const count = answer.results.length;
-  return `${count} nearest ${count === 1 ? "item" : "items"}, found in ${answer.took_ms.toFixed(1)} ms`;
+const cards = () => [...document.querySelectorAll(".hit")];
+
+// Redraws parts of the page and keeps the focus: on the same control, or on the card in its place.
+function redraw(draw) {
+  const active = document.activeElement;
+  const place = cards().indexOf(active.closest(".hit"));
+  draw();
+  if (!active.dataset.key || (active.isConnected && !active.hidden)) return;
+  const same = [...document.querySelectorAll("[data-key]")].find((node) => node.dataset.key === active.dataset.key);
+  const near = cards()[Math.min(place, cards().length - 1)]?.querySelector(".frame");
+  (same && !same.hidden ? same : near ?? byId("results")).focus({ preventScroll: true });
+}
+
+function counted(place, milliseconds) {
+  const count = shown[place].length;
+  const items = count === 1 ? "item" : "items";
+  if (isWall()) return `${count} ${items}${newestFirst[place] ? ", the newest first" : ""}`;
+  const time = milliseconds === undefined ? "" : `, found in ${milliseconds.toFixed(1)} ms`;
+  return `${count} nearest ${items}${time}`;
+}
+
+function tell(place, sentence, isError) {
+  if (place === 0) show(sentence, isError);
+  else byId("others-status").textContent = sentence;
 }
 
 function showStages(answers) {
+  const isComplete = answers.length > 0 && answers.every((answer) => answer?.explain);
+  byId("stages").hidden = !isComplete;
+  if (!isComplete) return;
   const stages = [...new Set(answers.flatMap((answer) => Object.keys(answer.explain.stages_ms)))];
   const row = (tag, cells) => {
     const line = element("tr");
@@ -130,134 +143,51 @@ function showStages(answers) {
   )));
 }
 
-function offerValues(results) {
-  const field = byId("field").value;
-  const values = results.map((hit) => (field === "label" || field === "id" ? hit[field] : hit.metadata[field]));
-  const plain = values.filter((value) => value !== null && value !== undefined && typeof value !== "object");
-  byId("values").replaceChildren(...[...new Set(plain.map(String))].map((value) => new Option(value)));
+async function answer() {
+  const number = ++newest;
+  starts = [];
+  show(isWall() ? "Loading …" : "Searching …", false);
+  byId("answers").classList.add("stale");
+  const settled = await Promise.allSettled(roots.map((_, place) => portion(place)));
+  if (number === newest) render(settled);
 }
 
-async function ask(query) {
+// Shows the first portion of each list, or the reason why there is none.
+function render(settled) {
+  byId("answers").classList.remove("stale");
+  byId("answers").classList.toggle("wall", isWall());
+  byId("identity").hidden = !last || !abouts[0].calibration;
+  byId("sizes").hidden = !byId("group").value;
+  byId("verdict").replaceChildren();
+  shown = [[], []];
+  starts = [];
+  redraw(() => {
+    byId("clear").hidden = isWall();
+    for (const id of LISTS) byId(id).replaceChildren();
+    settled.forEach(({ value, reason }, place) => {
+      if (value) extend(place, value);
+      tell(place, reason ? reason.message : counted(place, value.took_ms), Boolean(reason));
+    });
+    showMarks();
+    showCounts();
+  });
+  showStages(settled.map((result) => result.value));
+  watchMore();
+}
+
+// Answers what a person asks for, and keeps it in the address.
+function ask(query) {
+  if (query !== last) marks.clear();
   last = query;
   remember();
-  const number = ++newest;
-  show("Searching …", false);
-  byId("answers").classList.add("stale");
-  const settled = await Promise.allSettled(roots.map((root) => search(root, query)));
-  if (number !== newest) return;
-  byId("answers").classList.remove("stale");
-  const [first, second] = settled;
-  if (first.status === "rejected") show(first.reason.message, true);
-  else {
-    byId("results").replaceChildren(...first.value.results.map((hit) => card(hit, 0)));
-    show(counted(first.value), false);
-    offerValues(first.value.results);
-  }
-  if (second) {
-    const answered = second.status === "fulfilled";
-    byId("others").replaceChildren(...(answered ? second.value.results.map((hit) => card(hit, 1)) : []));
-    byId("others-status").textContent = answered ? counted(second.value) : second.reason.message;
-  }
-  const answers = settled.filter((result) => result.status === "fulfilled").map((result) => result.value);
-  byId("stages").hidden = answers.length < settled.length;
-  if (answers.length === settled.length) showStages(answers);
+  return answer();
 }
 
-function showPreview(address, description) {
-  const preview = byId("preview");
-  if (preview.src.startsWith("blob:")) URL.revokeObjectURL(preview.src);
-  byId("view").hidden = byId("crop").hidden = !address;
-  preview.alt = address ? description : "";
-  fill(preview, address ?? "data:,");
-  byId("add").hidden = !address?.startsWith("blob:");
-  byId("crop").open = false;
-  setEdges([0, 0, 100, 100]);
-}
-
-function searchWithFile(file) {
-  if (!file) return;
-  showPreview(URL.createObjectURL(file), `The query: ${file.name || "a pasted image"}`);
-  whole = { image: file };
-  ask(whole);
-}
-
-function searchWithItem(item, place) {
-  showPreview(item.image_url, `The query: ${item.id}`);
-  whole = { id: item.id, image_url: item.image_url, root: roots[place] };
-  ask(whole);
-  window.scrollTo({ top: 0 });
-}
-
-function searchWithNumbers() {
-  const words = byId("vector").value.replace(/[[\]]/g, " ").split(/[\s,;]+/).filter(Boolean);
-  const vector = words.map(Number);
-  if (!vector.length || !vector.every(Number.isFinite)) {
-    show("Write the vector as numbers, separated by commas or spaces.", true);
-    return;
-  }
-  ask({ vector });
-}
-
-// The filter.
-
-function addCondition() {
-  const [field, relation, value] = ["field", "relation", "value"].map((id) => byId(id).value);
-  const isText = field === "id" || field === "label";
-  const name = isText || (/^[A-Za-z_]\w*$/.test(field) && !KEYWORDS.test(field)) ? field : `"${field}"`;
-  const isLiteral = !isText && (/^(true|false|null)$/.test(value) || (value.trim() && Number.isFinite(Number(value))));
-  const literal = isLiteral ? (KEYWORDS.test(value) ? value : String(Number(value))) : `'${value.replaceAll("'", "''")}'`;
-  const condition = relation === "exists" ? `exists(${name})` : `${name} ${relation} ${literal}`;
-  const before = byId("filter").value.trim();
-  const grouped = /\bor\b/i.test(before) ? `(${before})` : before;
-  byId("filter").value = before ? `${grouped} and ${condition}` : condition;
-  again();
-}
-
-const again = () => (last ? ask(last) : remember());
-
-// The URL's fragment holds the query, unless it is an image. Browsers do not send it to the server.
-
-function remember() {
-  const parameters = new URLSearchParams();
-  if (last && last.id !== undefined) parameters.set("id", last.id);
-  const filter = byId("filter").value.trim();
-  if (filter) parameters.set("filter", filter);
-  if (byId("k").value !== "10") parameters.set("k", byId("k").value);
-  if (severalIndexes) parameters.set("index", byId("index").value);
-  if (byId("beside").value) parameters.set("beside", byId("beside").value);
-  const address = String(parameters) && `#${parameters}`;
-  if (address !== location.hash) history.pushState(null, "", address || location.pathname);
-}
-
-async function restore() {
-  const parameters = new URLSearchParams(location.hash.slice(1));
-  const k = parameters.get("k") ?? "10";
-  if (![...byId("k").options].some((option) => option.value === k) && /^[1-9]\d{0,2}$/.test(k)) byId("k").add(new Option(k));
-  byId("k").value = k;
-  if (byId("k").selectedIndex < 0) byId("k").value = "10";
-  byId("filter").value = parameters.get("filter") ?? "";
-  if (severalIndexes) {
-    byId("index").value = parameters.get("index") ?? byId("index").options[0].value;
-    if (byId("index").selectedIndex < 0) byId("index").selectedIndex = 0;
-    byId("beside").value = parameters.get("beside") ?? "";
-    if (byId("beside").selectedIndex < 0) byId("beside").value = "";
-  }
-  await open();
-  const id = parameters.get("id");
-  if (id === null) {
-    if (last && last.id === undefined) ask(last);
-    return;
-  }
-  try {
-    searchWithItem(await (await call(`${roots[0]}/item?id=${encodeURIComponent(id)}`)).json(), 0);
-  } catch (fault) {
-    show(fault.message, true);
-  }
-}
+const again = () => ask(last);
 
 // The indexes.
 
-async function choose() {
+async function listIndexes() {
   const { indexes } = await (await call("v1/indexes")).json();
   severalIndexes = indexes.length > 1;
   if (!severalIndexes) return;
@@ -266,66 +196,48 @@ async function choose() {
   byId("beside").replaceChildren(new Option("nothing", ""), ...indexes.map((name) => new Option(name)));
 }
 
+// Returns whether the first index can be used.
 async function open() {
   if (severalIndexes) {
-    roots = [byId("index").value, byId("beside").value].filter(Boolean).map((name) => `v1/indexes/${encodeURIComponent(name)}`);
+    const names = [byId("index").value, byId("beside").value].filter(Boolean);
+    roots = names.map((name) => `v1/indexes/${encodeURIComponent(name)}`);
   }
   byId("second").hidden = byId("results-title").hidden = roots.length < 2;
   byId("answers").classList.toggle("two", roots.length > 1);
   byId("results-title").textContent = byId("index").value;
   byId("others-title").textContent = byId("beside").value;
-  try {
-    const about = await (await call(`${roots[0]}/index`)).json();
-    limits = about.limits;
-    applyRole(about.role);
-    byId("about").textContent = `${about.name}: ${about.items.toLocaleString("en")} items, ${about.distance} distance`;
-    document.title = `Image search: ${about.name}`;
-    const vectors = about.input.kind === "features";
-    byId("drop").hidden = vectors;
-    byId("numbers").hidden = !vectors;
-    document.querySelector("h1").textContent = vectors ? "Vector search" : "Image search";
-    byId("field").replaceChildren(...["label", "id", ...(about.fields ?? [])].map((name) => new Option(name)));
-  } catch (fault) {
+  const settled = await Promise.allSettled(roots.map(async (root) => (await call(`${root}/index`)).json()));
+  abouts = settled.map((result) => result.value ?? {});
+  newestFirst = [true, true];
+  const fault = settled[0].reason;
+  if (fault) {
     byId("about").textContent = fault.status ? fault.message : "The index cannot be reached.";
     byId("access").open ||= fault.status === 401;
+    return false;
   }
+  const [about] = abouts;
+  applyRole(about.role);
+  document.body.classList.toggle("markable", !about.rescores);
+  byId("about").textContent = `${about.name}: ${about.items.toLocaleString("en")} items, ${about.distance} distance`;
+  document.title = `Image search: ${about.name}`;
+  const vectors = about.input.kind === "features";
+  byId("drop").hidden = vectors;
+  byId("numbers").hidden = !vectors;
+  document.querySelector("h1").textContent = vectors ? "Vector search" : "Image search";
+  offerFields(["label", ...(about.fields ?? []).filter((field) => field !== "label" && field !== "id")]);
+  return true;
 }
 
-const drop = byId("drop");
-sharpen(byId("preview"));
-byId("preview").addEventListener("load", () => {
-  const { naturalWidth, naturalHeight } = byId("preview");
-  byId("view").style.aspectRatio = `${naturalWidth} / ${naturalHeight}`;
-  byId("view").style.width = `min(100%, ${(14 * naturalWidth) / naturalHeight}rem)`;
-});
-byId("preview").addEventListener("error", () => { byId("view").hidden = byId("crop").hidden = true; });
-for (const id of ["file", "photo"]) {
-  byId(id).addEventListener("change", (event) => {
-    searchWithFile(event.target.files[0]);
-    event.target.value = ""; // the same file may be chosen again
-  });
+async function switchIndex() {
+  marks.clear(); // they are ids of the index before
+  if (await open()) await again();
 }
+
 byId("k").addEventListener("change", again);
-byId("apply").addEventListener("click", again);
-for (const [id, act] of [["filter", again], ["value", addCondition]]) {
-  byId(id).addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); act(); } });
-}
-byId("add-condition").addEventListener("click", addCondition);
-for (const id of ["index", "beside"]) byId(id).addEventListener("change", () => open().then(again));
-byId("form").addEventListener("submit", (event) => { event.preventDefault(); searchWithNumbers(); });
-window.addEventListener("popstate", restore);
-document.addEventListener("paste", (event) => {
-  const files = event.clipboardData.files;
-  if (files.length && !drop.hidden) { event.preventDefault(); searchWithFile(files[0]); }
+for (const id of ["index", "beside"]) byId(id).addEventListener("change", switchIndex);
+byId("clear").dataset.key = "clear";
+byId("clear").addEventListener("click", () => {
+  marks.clear();
+  showPreview(null);
+  ask(null);
 });
-for (const [kind, over] of [["dragenter", true], ["dragover", true], ["dragleave", false], ["drop", false]]) {
-  document.addEventListener(kind, (event) => { event.preventDefault(); drop.classList.toggle("over", over); });
-}
-document.addEventListener("drop", (event) => {
-  const files = event.dataTransfer.files;
-  if (drop.hidden) return;
-  if (files.length) searchWithFile(files[0]);
-  else show("Nothing that was dropped is a file. Drop an image file.", true);
-});
-const start = () => choose().catch(() => {}).finally(restore);
-document.addEventListener("DOMContentLoaded", start); // when the other scripts are loaded too

@@ -15,6 +15,27 @@ ROLES: tuple[Role, ...] = ("read", "write", "admin")
 HEALTH = ("/livez", "/readyz", "/metrics")
 """Paths for monitoring; the health port answers only these."""
 
+_SCRIPTS = (
+    "address",
+    "duplicates",
+    "edit",
+    "filter",
+    "identify",
+    "keys",
+    "marks",
+    "more",
+    "part",
+    "query",
+)
+PAGE_FILES = {
+    "/": "page.html",
+    "/duplicates": "page-duplicates.html",
+    **{f"/{name}.css": f"{name}.css" for name in ("page", "page-duplicates")},
+    "/page.js": "page.js",
+    **{f"/page-{part}.js": f"page-{part}.js" for part in _SCRIPTS},
+}
+"""Files of the web pages by their paths, which need no key."""
+
 MAX_PROCESSES = 128
 JSON_BYTES = 2_000_000
 JSON_BATCH_BYTES = 16_000_000

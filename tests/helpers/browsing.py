@@ -29,7 +29,26 @@ def search(page, image) -> None:
     # answer takes the focus away.
     page.wait_for_function("() => document.querySelector('#about').textContent")
     page.set_input_files("#file", str(image))
-    page.wait_for_selector(".hit")
+    answered(page)
+
+
+def answered(page) -> None:
+    """Wait for the hits of a search, which take the place of the wall of all items."""
+    page.wait_for_selector("#answers:not(.wall):not(.stale) .hit")
+
+
+def results(server, index: str = "", **request) -> list[dict]:
+    """Return the hits of a search by a request of `httpx`."""
+    return server.client.post(f"/v1{index}/search", **request).json()["results"]
+
+
+def shows(page, items: list[dict], place: str = ".hit") -> bool:
+    return keys_of(page, place) == [item["key"] for item in items]
+
+
+def listed(server, **parameters) -> list[dict]:
+    """Return a page of the list of items."""
+    return server.client.get("/v1/items", params=parameters).json()["items"]
 
 
 def fits(page) -> bool:

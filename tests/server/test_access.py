@@ -41,7 +41,9 @@ def keys(tmp_path):
 def test_a_key_permits_what_its_role_permits(served, index_path, keys):
     reader = stored(keys, "reader")
     port = served(index_path, "--keys", str(keys)).port
-    for path in ("/", "/page.js", "/livez", "/readyz", "/v1/openapi.json"):
+    page = wire.ask(port, wire.get("/"))
+    files = re.findall(r'(?:src|href)="(page[^"]*)"', page.body.decode())
+    for path in ("/", *(f"/{name}" for name in files), "/livez", "/readyz", "/v1/openapi.json"):
         assert wire.ask(port, wire.get(path)).status == 200, path
     # each route of the document: test_openapi.py
     for request in (wire.post(BODY), *map(wire.get, ("/v1/index", "/nowhere", "/metrics"))):

@@ -1,0 +1,258 @@
+"""The page's wall of items, marks, groups, counts and identification, in a headless Chromium."""
+
+import shutil
+from urllib.parse import urlencode
+
+import pytest
+from browsing import answered, count_is, fits, keys_of, listed, results, search, shows
+from retrieval.index.index import Index
+
+from retrieval_server.keys import add_key, new_key
+
+pytestmark = pytest.mark.browser
+
+FOCUS = "() => document.activeElement.dataset.key ?? document.activeElement.id"
+
+
+@pytest.fixture(scope="module")
+def calibrated(index_path, tmp_path_factory):
+    """A calibrated copy of the index of digits, with a price and tags. Not to be changed."""
+    path = shutil.copytree(index_path, tmp_path_factory.mktemp("calibrated") / "digits.index")
+    with Index.open(path) as index:
+        for number, item in enumerate(index.scan(limit=200)):
+            index.update(item.id, metadata={"price": number % 3, "made by": f"maker {number % 2}"})
+        index.calibrate(progress=False)
+    return path
+
+
+@pytest.fixture
+def digits(shared, calibrated, photos):
+    return shared(calibrated, "--images", str(photos))
+
+
+def status_is(page, text: str) -> None:
+    page.wait_for_function(
+        "text => document.querySelector('#status').textContent.startsWith(text)", arg=text
+    )
+
+
+def scroll(page) -> None:
+    page.evaluate("() => window.scrollTo(0, document.documentElement.scrollHeight)")
+
+
+def test_the_page_opens_on_the_newest_items_and_goes_on_at_the_end(page, digits):
+    page.goto(digits.url)
+    status_is(page, "60 items, the newest first")
+    newest = listed(digits, order="newest", limit=200)
+    assert shows(page, newest[:60])
+    scroll(page)
+    count_is(page, 120)
+    for count in (180, 200):
+        page.locator("#more").focus()
+        page.keyboard.press("Enter")
+        count_is(page, count)
+    assert shows(page, newest) and page.locator("#more").is_hidden()
+    page.fill("#filter", "price = 1")
+    page.press("#filter", "Enter")
+    status_is(page, "60 items")
+    assert shows(page, listed(digits, order="newest", limit=60, filter="price = 1"))
+    page.locator(".hit .frame").nth(3).click()
+    answered(page)
+    found = results(digits, json={"id": listed(digits, order="newest")[9]["id"]})
+    assert len(found) == 10
+    page.click("#clear")
+    status_is(page, "60 items")
+    assert page.faults == []
+
+
+def test_a_store_without_an_order_of_time_lists_all_items(page, digits):
+    page.route(
+        "**/items?*order=newest*", lambda route: route.fulfill(status=422, json={"detail": "No."})
+    )
+    page.goto(digits.url)
+    status_is(page, "60 items")
+    assert page.locator("#status").inner_text() == "60 items"
+    assert shows(page, listed(digits, limit=60))
+
+
+def test_a_search_goes_on_with_the_hits_that_follow(page, digits, photos):
+    query = photos / "3" / "0003.png"
+    page.set_viewport_size({"width": 1180, "height": 500})
+    page.goto(digits.url)
+    search(page, query)
+    count_is(page, 10)
+    scroll(page)
+    count_is(page, 20)
+    page.locator("#more").focus()
+    page.keyboard.press("Enter")
+    count_is(page, 30)
+    files = {"image": query.read_bytes()}
+    assert shows(page, results(digits, files=files, data={"k": "30"}))
+    assert page.evaluate(FOCUS) == "more"
+
+
+def test_marks_search_for_more_like_this_and_less_like_that(page, digits, photos):
+    page.goto(digits.url)
+    query = photos / "3" / "0003.png"
+    search(page, query)
+    marks = {}
+    for sign, words in (("like", "More like"), ("dislike", "Less like")):
+        files = {"image": query.read_bytes()}
+        id = results(digits, files=files, data=marks)[1]["id"]
+        marks[sign] = id
+        page.get_by_label(f"{words} {id}", exact=True).click()
+        page.wait_for_selector(f"#marks .{sign}")
+        assert shows(page, results(digits, files=files, data=marks))
+    assert page.url.endswith(urlencode(marks))
+    page.get_by_label(f"Less like {marks['dislike']}: remove this mark").click()
+    page.wait_for_selector("#marks .dislike", state="detached")
+    page.click("#clear")  # marks alone are a query, too
+    count_is(page, 60)
+    assert page.locator("#marks button").count() == 0
+    page.goto(f"{digits.url}/#like=3%2F0003.png")
+    answered(page)
+    assert shows(page, results(digits, json={"like": ["3/0003.png"]}))
+    page.locator("#marks button").click()
+    count_is(page, 60)
+    assert page.faults == []
+
+
+def test_hits_are_grouped_by_a_field(page, digits, photos):
+    page.goto(digits.url)
+    query = photos / "3" / "0003.png"
+    search(page, query)
+    page.select_option("#group", "made by")
+    count_is(page, 2)
+    page.select_option("#size", "3")
+    count_is(page, 6)
+    options = {"group_by": '"made by"', "group_size": "3"}
+    expected = results(digits, files={"image": query.read_bytes()}, data=options)
+    assert shows(page, expected)
+    titles = [hit["metadata"]["made by"] for hit in expected[::3]]
+    assert page.locator(".group .title").all_inner_texts() == titles
+    assert page.locator("#more").is_hidden()  # there are two groups
+    assert page.url.endswith("#group=made+by&size=3")
+    page.reload()
+    page.wait_for_selector("#sizes")
+    assert page.input_value("#group") == "made by" and page.input_value("#size") == "3"
+
+
+def test_counts_of_values_narrow_the_filter_and_widen_it(page, digits, photos):
+    page.goto(digits.url)
+    query = photos / "3" / "0003.png"
+    search(page, query)
+    page.click("#conditions summary")
+    page.get_by_label("label", exact=True).uncheck()
+    page.get_by_label("price", exact=True).check()
+    options = {"facets": "price"}
+    answer = digits.client.post(
+        "/v1/search", files={"image": query.read_bytes()}, data=options
+    ).json()
+    expected = {str(entry["value"]): entry["count"] for entry in answer["facets"]["price"]}
+    chips = [chip.split() for chip in page.locator("#counts .chip").all_inner_texts()]
+    assert {value: int(count) for value, count in chips} == expected
+    chip = page.locator("#counts .chip").first
+    value = chips[0][0]
+    chip.click()
+    page.wait_for_selector("#counts .chip[aria-pressed=true]")
+    assert page.input_value("#filter") == f"price = {value}"
+    assert page.evaluate(FOCUS) == f"count price = {value}"  # the focus stays
+    files = {"image": query.read_bytes()}
+    assert shows(page, results(digits, files=files, data={"filter": f"price = {value}"}))
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#counts .chip[aria-pressed=false]")
+    assert page.input_value("#filter") == ""
+    assert page.url.endswith("#count=price")
+
+
+def test_the_query_is_identified_where_the_index_is_calibrated(
+    page, digits, shared, index_path, photos
+):
+    page.goto(digits.url)
+    page.wait_for_selector(".hit")
+    assert page.locator("#who").is_hidden()  # there is no query
+    least = digits.client.get("/v1/index").json()["calibration"]["least_rate"]
+    verdicts = {}
+    for query in sorted(photos.rglob("*.png"))[::7]:
+        files = {"image": query.read_bytes()}
+        answer = digits.client.post("/v1/identify", files=files, data={"far": str(least)}).json()
+        verdicts.setdefault(answer["label"] is None, (query, answer))
+    for query, verdict in verdicts.values():
+        search(page, query)
+        page.click("#who")
+        page.wait_for_selector(".evidence")
+        assert page.locator("#verdict .name").inner_text() == (verdict["label"] or "Unknown")
+        known = f"about 1 in {round(1 / verdict['rate'])} comes as near"
+        unknown = f"about {round(100 * verdict['rate'])} in 100 come as near"
+        assert (unknown if verdict["label"] is None else known) in page.inner_text("#verdict")
+        captions = page.locator(".evidence li").all_inner_texts()
+        hits = verdict["results"][:5]
+        assert captions == [f"{hit['label']} {hit['distance']:.4f}" for hit in hits]
+    assert len(verdicts) == 2
+    files = {"image": query.read_bytes()}
+    scores = [hit["score"] for hit in results(digits, files=files, data={"scores": "true"})]
+    shown = page.locator(".hit .score").all_inner_texts()
+    assert shown == [f"{100 * score:.1f} %" for score in scores]
+    page.goto(shared(index_path).url)
+    search(page, query)
+    assert page.locator("#who").is_hidden() and page.locator(".score").count() == 0
+
+
+def test_a_label_is_edited_in_place(page, served, living, photos, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    word, kept = new_key("editor", "write")
+    add_key(keys, kept)
+    server = served(living, "--keys", str(keys), "--images", str(photos))
+    page.goto(server.url)
+    page.fill("#key", word)
+    page.press("#key", "Enter")
+    page.wait_for_selector(".hit button.label")
+    label = page.locator(".hit").first.locator("button.label")
+    before = label.inner_text()
+    id = keys_of(page)[0]
+    label.press("Enter")
+    page.locator("input.label").fill("lost")
+    page.keyboard.press("Escape")
+    assert label.inner_text() == before
+    assert page.evaluate(FOCUS) == f"label {id}"
+    page.keyboard.press("Enter")
+    page.locator("input.label").fill("<b>new")
+    page.keyboard.press("Enter")
+    status_is(page, f"The label of {id} is now: <b>new")
+    assert label.inner_text() == "<b>new" and page.evaluate(FOCUS) == f"label {id}"
+    headers = {"Authorization": f"Bearer {word}"}
+    item = server.client.get("/v1/item", params={"id": id}, headers=headers).json()
+    assert item["label"] == "<b>new"
+
+
+def test_the_keyboard_moves_among_the_pictures_and_marks_them(page, digits):
+    page.goto(digits.url)
+    status_is(page, "60 items")
+    frames = page.locator(".frame")
+    frames.first.focus()
+    tops = [frames.nth(n).bounding_box()["y"] for n in range(60)]
+    columns = tops.count(tops[0])
+    focused = "() => [...document.querySelectorAll('.frame')].indexOf(document.activeElement)"
+    for key, place in (
+        ("ArrowRight", 1),
+        ("ArrowDown", columns + 1),
+        ("ArrowLeft", columns),
+        ("ArrowUp", 0),
+        ("ArrowUp", 0),
+        ("End", 59),
+        ("Home", 0),
+    ):
+        page.keyboard.press(key)
+        assert page.evaluate(focused) == place
+    ids = keys_of(page)
+    page.keyboard.press("+")
+    answered(page)
+    assert shows(page, results(digits, json={"like": ids[:1]}))
+    page.keyboard.press("-")
+    page.wait_for_selector("#marks .dislike")
+    page.keyboard.press("/")
+    assert page.evaluate(FOCUS) == "filter"
+    page.keyboard.press("/")
+    assert page.input_value("#filter") == "/"
+    page.set_viewport_size({"width": 360, "height": 800})
+    assert fits(page) and page.faults == []
