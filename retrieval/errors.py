@@ -49,6 +49,12 @@ class DataError(RetrievalError):
     """Items, labels, images or splits cannot be used as they are."""
 
 
+class BelowTarget(RetrievalError):
+    """A metric is below the smallest value that the user accepts."""
+
+    exit_code = 1
+
+
 class Diverged(DataError):
     """The loss or the weights became NaN or infinite; the last good checkpoint is kept."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         KnownShares as KnownShares,
     )
     from retrieval.index.duplicates import Duplicates as Duplicates
+    from retrieval.index.golden import GoldenReport as GoldenReport, QueryScore as QueryScore
     from retrieval.index.identify import Verdict as Verdict
     from retrieval.index.migrating import Migrated as Migrated
     from retrieval.index.queries_and_hits import Hit as Hit, Hits as Hits

@@ -27,11 +27,14 @@ import numpy as np
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, StoreError
 from retrieval.store.contract import (
+    MARGIN,
+    Candidates,
     Stats,
     Store,
     StoreUnavailable,
     Superseded,
     TooSlow,
+    stacked,
     stop_at,
 )
 from retrieval.store.copy_store import PAGE, write_copy
@@ -712,6 +715,14 @@ class RemoteStore(Store):
         self._write_notes({"settling": None})
         self._queues.clear()
         return not lacking
+
+    def propose_staged(
+        self, generation: Generation, queries: Floats, count: int
+    ) -> list[Candidates]:
+        """Propose items of a generation that is not served yet; see `Store`."""
+        target = self._read_register().latest(generation)
+        check_queries(queries, target)
+        return stacked(self._search(target, queries, count + MARGIN, ()))
 
     def drop(self, generation: Generation) -> None:
         """Delete a generation; see `Store`."""

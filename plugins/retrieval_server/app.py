@@ -52,6 +52,7 @@ from starlette.routing import Match, Router
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from retrieval_server.access import Access, plain_address
+from retrieval_server.drift import NearestDistances, read_calibration
 from retrieval_server.keys import KeySource
 from retrieval_server.problems import RequestError, busy, problem, report
 from retrieval_server.readiness import Readiness
@@ -130,10 +131,11 @@ class Application:
         self._settings = settings = settings or Settings()
         self._keys = keys
         self.workers = Workers(settings)
-        self.served = {
-            name: Served(name, index, settings, self.workers, audit, (reopen or {}).get(name))
-            for name, index in indexes.items()
-        }
+        self.served = {}
+        for name, index in indexes.items():
+            labels = {"index": name} if len(indexes) > 1 else {}
+            again = (reopen or {}).get(name)
+            self.served[name] = Served(name, index, settings, self.workers, audit, again, labels)
         self.readiness = {name: Readiness(served) for name, served in self.served.items()}
         health = zip(HEALTH, (self._live, self._ready, self._show_metrics), strict=True)
         routes = [
@@ -464,6 +466,7 @@ class Metrics:
         # of the process that answers.
         if not self._has_siblings:
             registry.register(self._gauges)
+            registry.register(NearestDistances(served.drift for served in indexes.values()))
             ProcessCollector(registry=registry)
 
     def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
@@ -525,7 +528,9 @@ class _Gauges(Collector):
             with suppress(StoreError):
                 with served.use() as index:
                     stats = index.stats()
+                    drift = served.drift.state(index.bundle.sha256, read_calibration(index))
                 values = {"items": stats.count, "bytes": stats.bytes}
+                values["drifts"] = int(drift is not None and drift["warning"] is not None)
                 for generation in stats.generations:
                     if generation.state == "served":
                         values["generation"] = generation.number
@@ -541,6 +546,7 @@ _INDEX_METRICS = {
     "bytes": "Size of the index on the disk.",
     "generation": "Number of the served generation.",
     "generations": "How many generations exist.",
+    "drifts": "1 if many searches by image are unusually far from their nearest item, else 0.",
 }
 
 

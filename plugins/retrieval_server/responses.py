@@ -244,6 +244,20 @@ class CalibrationFacts:
 
 
 @dataclass(frozen=True)
+class Drift:
+    """Nearest distances of the latest searches by image, against what the calibration expects.
+
+    `median` and `expected` are median distances of the searches and of known items. `warning` is a
+    sentence if many more searches are far from their nearest item than known items are.
+    """
+
+    searches: int
+    median: float | None
+    expected: float
+    warning: str | None
+
+
+@dataclass(frozen=True)
 class IndexAnswer:
     """Description of an index, and the role that the request's key has in it.
 
@@ -267,3 +281,4 @@ class IndexAnswer:
     role: Literal["read", "write", "admin"] | None = None
     identity: str | None = None
     calibration: CalibrationFacts | None = None
+    drift: Drift | None = None

@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter
@@ -135,6 +136,8 @@ class Routes:
         served.workers.searches.require_room()
 
         def finish(query: Query, answers: Sequence[Any], index: Index) -> bytes:
+            if _shows_drift(query, answers):
+                served.drift.note(index.bundle.sha256, answers)
             options = query.options
             hit_json = partial(_hit_json, served=served, prefix=prefix, names=options.fields)
             results = [_result_json(answer, options, hit_json) for answer in answers]
@@ -382,7 +385,7 @@ class Routes:
             },
         }
         async with self._deadline(request):
-            describe = partial(_description, served.name)
+            describe = partial(_description, served)
             return _answer(await served.read(describe) | of_server)
 
     async def snapshot(self, request: Request) -> Response:
@@ -625,6 +628,16 @@ def _hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) ->
     }
 
 
+def _shows_drift(query: Query, answers: Sequence[Any]) -> bool:
+    """Return whether the first hits are the items nearest to images, among all items."""
+    question = query.question
+    if question is not None and not replace(question, scores=False, facets=()).is_plain:
+        return False
+    if query.filter is not None or any(query.examples.values()) or isinstance(answers[0], Verdict):
+        return False
+    return any(input.image is not None for input in query.inputs)
+
+
 def _result_json(
     answer: list[Hit] | Verdict, options: Any, hit_json: Callable[[Hit], dict[str, Any]]
 ) -> dict[str, Any]:
@@ -666,7 +679,7 @@ def _explanation() -> dict[str, Any]:
     return {"stages_ms": {name: round(1000 * time, 3) for name, time in trail.seconds.items()}}
 
 
-def _description(name: str, index: Index) -> dict[str, Any]:
+def _description(served: Served, index: Index) -> dict[str, Any]:
     bundle = index.follow()
     stats = index.stats()
     manifest = bundle.manifest
@@ -676,7 +689,7 @@ def _description(name: str, index: Index) -> dict[str, Any]:
         calibration = {fact: getattr(measured, fact) for fact in _CALIBRATION}
         calibration["stale"] = measured.is_stale(index)
     return {
-        "index": name,
+        "index": served.name,
         "identity": index.identity,
         "name": manifest.name,
         "items": len(index),
@@ -694,6 +707,7 @@ def _description(name: str, index: Index) -> dict[str, Any]:
         "bytes": stats.bytes,
         "deleted": stats.details.get("deleted"),
         "calibration": calibration,
+        "drift": served.drift.state(index.bundle.sha256, measured),
         **index.store.settings(),
     }
 

@@ -20,6 +20,7 @@ from itertools import chain
 from operator import methodcaller
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -50,6 +51,7 @@ from retrieval.store.contract import (
 from starlette.requests import ClientDisconnect
 
 from retrieval_server.decoder_processes import Decoded, Decoders, Kind, Undecodable
+from retrieval_server.drift import Drift
 from retrieval_server.problems import RequestError, busy, no_item, report, store_failed
 from retrieval_server.request_bodies import IdentifyOptions, NewItem, Query, QueryInput
 from retrieval_server.settings import BATCH_BYTES, Settings
@@ -83,6 +85,7 @@ class Served:
     Attributes:
         index: the current index.
         failed: function that repeats the last search that failed because of damage, or `None`.
+        drift: the nearest distances of the latest searches by image.
     """
 
     def __init__(
@@ -93,12 +96,14 @@ class Served:
         workers: Workers,
         audit: Audit | None = None,
         reopen: Callable[[], Index] | None = None,
+        labels: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.settings = settings
         self.workers = workers
         self.failed: Callable[[], object] | None = None
         self.index = index
+        self.drift = Drift(index, labels)
         self._lock = threading.Lock()
         # Each open index stays open while it has users; the current index has one user more.
         self._users = Counter({index: 1})

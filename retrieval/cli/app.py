@@ -1,7 +1,7 @@
 """The command `retrieval`: imports commands when they are called, and prints errors as sentences.
 
-Exit codes: 0 success, 1 `data check` has findings, 2 an error (one sentence on stderr, without a
-traceback), 130 interrupted.
+Exit codes: 0 success, 1 `data check` has findings or a metric is below its target, 2 an error (one
+sentence on stderr, without a traceback), 130 interrupted.
 """
 
 from __future__ import annotations

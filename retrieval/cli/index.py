@@ -29,6 +29,7 @@ from retrieval.cli.common import (
     command,
     limited,
     options,
+    refuse_options,
     this_command,
 )
 from retrieval.cli.plugins import PLUGIN_OPTION, plugin_option
@@ -575,9 +576,127 @@ def duplicates_command(
     say(f"{len(groups):,} groups; {extra:,} items beyond the first of their group.", err=True)
 
 
+def _targets(
+    ctx: click.Context, param: click.Parameter, items: tuple[str, ...]
+) -> dict[str, float]:
+    """Return `--at-least recall@10=.95` as {"recall@10": 0.95}."""
+    targets = {}
+    for item in items:
+        name, _, value = item.partition("=")
+        try:
+            targets[name] = float(value)
+        except ValueError:
+            raise click.BadParameter(
+                f"'{item}' is not METRIC=VALUE, such as recall@10=.95."
+            ) from None
+        if not 0 <= targets[name] <= 1:
+            raise click.BadParameter(f"'{item}': a metric is from 0 to 1.")
+    return targets
+
+
+TARGETS = options(
+    click.option(
+        "--at-least",
+        multiple=True,
+        callback=_targets,
+        metavar="METRIC=VALUE",
+        help="Exit with code 1 if the mean of a metric is smaller; repeatable.",
+    ),
+    click.option(
+        "--skip-missing",
+        is_flag=True,
+        help="Leave out ids of golden queries that INDEX lacks, such as those of deleted items.",
+    ),
+)
+"""Adds the options of commands that measure golden queries."""
+
+
+@verb(
+    "evaluate",
+    "retrieval index evaluate photos.index golden.jsonl --at-least recall@10=.95",
+    "retrieval index evaluate photos.index golden.jsonl --metric recall@1 --output scores.jsonl",
+    "retrieval index evaluate --qrels judged.qrels --run other.run",
+)
+@click.argument("path", metavar="INDEX", required=False, type=IndexArgument())
+@click.argument("golden", metavar="GOLDEN", required=False, type=PATH)
+@plugin_option(callback=_keep_plugins, expose_value=False)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    help="recall@K, precision@K, ndcg@K, mrr, map or exact; repeatable. By default all, with K 10.",
+)
+@TARGETS
+@click.option(
+    "--qrels",
+    type=PATH,
+    metavar="FILE",
+    help="Instead of GOLDEN: judgements of queries by the id of an item, in TREC's format.",
+)
+@click.option(
+    "--run", type=PATH, metavar="FILE", help="Measure these hits, in TREC's format; search nothing."
+)
+@click.option("--run-out", type=PATH, metavar="FILE", help="Write the hits in TREC's format.")
+@click.option(
+    "--output", type=PATH, metavar="FILE", help="Write a JSON line per query: what it misses."
+)
+@JSON
+@DEVICE
+def evaluate_command(
+    path: IndexPlace | None,
+    golden: Path | None,
+    metrics: tuple[str, ...],
+    at_least: dict[str, float],
+    skip_missing: bool,
+    qrels: Path | None,
+    run: Path | None,
+    run_out: Path | None,
+    output: Path | None,
+    as_json: bool,
+    device: Any,
+) -> None:
+    """Measure how well INDEX finds the right items of the queries in GOLDEN.
+
+    A line of GOLDEN is {"query": "shoe.png", "relevant": ["id", …]}; instead of "query", an image
+    beside GOLDEN, it may have the "id" of an item or a "vector", and "relevant" may be {"id":
+    grade}.
+    """
+    from retrieval.base.files import write_text
+    from retrieval.index.golden import DEFAULT_METRICS, evaluate_run, read_qrels, read_run
+
+    has_index = path is not None and (golden is None) != (qrels is None) and run is None
+    if not has_index and (path or golden or not (qrels and run)):
+        raise click.UsageError("Name INDEX and either GOLDEN or --qrels; or --qrels and --run.")
+    names = list(dict.fromkeys((*(metrics or DEFAULT_METRICS), *at_least)))
+    judged: Any = golden if qrels is None else read_qrels(qrels)
+    if path is None:
+        assert run is not None
+        report = evaluate_run(judged, read_run(run), names)
+    else:
+        with opened_index(path, device) as opened:
+            report = opened.evaluate(judged, names, skip_missing=skip_missing)
+    if output is not None:
+        rows = (
+            {"query": score.query, **score.values, "missed": score.missed}
+            for score in report.queries
+        )
+        write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    if run_out is not None:
+        write_text(run_out, report.run_text())
+    facts = {"queries": len(report.queries), "missing": report.missing, "values": report.values}
+    if as_json:
+        say_json({"index": path and str(path), **facts})
+    else:
+        say(repr(report))
+    report.require(at_least)
+
+
 @verb(
     "migrate",
     "retrieval index migrate photos.index better.bundle",
+    "retrieval index migrate photos.index better.bundle --golden golden.jsonl --at-least"
+    " recall@10=.95",
     "retrieval index migrate photos.index --drop-old",
 )
 @INDEX
@@ -590,10 +709,21 @@ def duplicates_command(
     is_flag=True,
     help="Delete the generations that are not served. Without BUNDLE, do nothing else.",
 )
+@click.option(
+    "--golden",
+    type=PATH,
+    metavar="FILE",
+    help="Measure these queries before the switch; see 'retrieval index evaluate'.",
+)
+@TARGETS
 @JSON
 @audited
 def migrate_command(
-    path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool
+    path: IndexPlace,
+    bundle: Path | None,
+    drop_old: bool,
+    as_json: bool,
+    **settings: Any,
 ) -> None:
     """Embed the items of INDEX with another BUNDLE, then serve the new vectors.
 
@@ -606,11 +736,13 @@ def migrate_command(
     """
     if bundle is None and not drop_old:
         raise click.UsageError("Name the bundle to migrate to.")
+    if settings["golden"] is None:
+        refuse_options("without --golden", {"at_least", "skip_missing"})
     facts: dict[str, Any] = {}
     sentences = []
     with opened_index(path) as opened:
         if bundle is not None:
-            done = opened.migrate(bundle, skip_bad=skip_bad)
+            done = opened.migrate(bundle, **settings)
             facts = _migrated(done)
             by_head = ""
             if done.from_features:
@@ -619,6 +751,8 @@ def migrate_command(
                 f"{path}: {done.embedded:,} items embedded{by_head}; generation"
                 f" {done.generation.number} is served."
             )
+            if done.golden is not None:
+                sentences.append(repr(done.golden))
         if drop_old:
             count = facts["dropped"] = opened.drop_old()
             if count == 1:
@@ -649,7 +783,11 @@ def rollback_command(path: IndexPlace, as_json: bool) -> None:
 def _migrated(done: Migrated) -> dict[str, Any]:
     """Say which items a migration skipped, and return its facts."""
     say(*(f"skipped: {fault}" for fault in done.skipped), err=True)
-    return vars(done) | {"generation": done.generation.number}
+    facts = vars(done) | {"generation": done.generation.number}
+    report = facts.pop("golden")
+    if report is not None:
+        facts["golden"] = report.values
+    return facts
 
 
 @verb("snapshot", "retrieval index snapshot photos.index monday.index")

@@ -7,7 +7,7 @@ store is asked for more, until the answer is the one that all items would give.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,7 +21,7 @@ from retrieval.index.calibration import Calibration, need_calibration
 from retrieval.index.duplicates import item_distances, stacked_arrays
 from retrieval.index.queries_and_hits import Hit, Hits, encode_queries, ranked
 from retrieval.index.query import Id, Query
-from retrieval.store.contract import MARGIN, Item, Superseded, require_time, spans_of
+from retrieval.store.contract import MARGIN, Candidates, Item, Superseded, require_time, spans_of
 from retrieval.store.filters import And, Exists, Filter, In, Not, as_filter
 from retrieval.store.filters.evaluating import ABSENT, value_of
 from retrieval.store.filters.tree import MOST_CHARACTERS, Field, parse_field
@@ -49,7 +49,8 @@ def answer(index: Index, queries: Any, query: Query) -> list[Any]:
     filter = as_filter(query.filter)
     if query.is_plain:
         vectors, codes, is_single = encode_queries(bundle, queries)
-        nearest = _nearest(index, bundle, vectors, codes, query, filter, query.k)
+        propose = index.store.propose
+        nearest = nearest_hits(propose, bundle, vectors, codes, query, filter, query.k)
         answers = [Hits(hits, index.store.original) for hits in nearest]
     else:
         examples: Set[str] = frozenset()
@@ -82,8 +83,8 @@ def answer(index: Index, queries: Any, query: Query) -> list[Any]:
     return answers
 
 
-def _nearest(
-    index: Index,
+def nearest_hits(
+    propose: Callable[..., Iterable[Candidates]],
     bundle: Bundle,
     vectors: Floats32,
     codes: Floats32 | None,
@@ -91,7 +92,7 @@ def _nearest(
     filter: Filter | None,
     k: int,
 ) -> list[list[Hit]]:
-    """Return the k nearest matching items of each vector."""
+    """Return the k nearest matching items of each vector; see `Store.propose`."""
     count = k
     # If the bundle's distance is not the store's, their orders may differ: request more.
     if not bundle.compares_vectors_alone:
@@ -104,7 +105,7 @@ def _nearest(
     hits: list[list[Hit]] = []
     for start in range(0, len(vectors), _QUERIES_PER_BLOCK):
         block = vectors[start : start + _QUERIES_PER_BLOCK]
-        proposed = index.store.propose(
+        proposed = propose(
             block, count, bundle.sha256, filter=filter, arrays=not bundle.compares_vectors_alone
         )
         for row, group in enumerate(proposed, start):
@@ -134,7 +135,8 @@ class _Search:
         if codes is not None:
             codes = codes[rows]
         vectors = self.vectors[rows]
-        return _nearest(self.index, self.bundle, vectors, codes, self.query, filter, k)
+        propose = self.index.store.propose
+        return nearest_hits(propose, self.bundle, vectors, codes, self.query, filter, k)
 
     def hits(self, filter: Filter | None) -> list[list[Hit]]:
         """Return the hits of each query, with all options."""

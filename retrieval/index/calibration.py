@@ -428,7 +428,7 @@ class _Classes:
                 if probes:
                     searches = hits_until(
                         self.index,
-                        _as_queries(bundle, probes),
+                        as_queries(bundle, probes),
                         lambda row, hits: self._nearest(probes[row], hits)[0] < np.inf,  # noqa: B023
                         _FIRST_HITS,
                         filter,
@@ -455,7 +455,7 @@ class _Classes:
         return np.inf, own
 
 
-def _as_queries(bundle: Bundle, items: Sequence[Item]) -> Encoded:
+def as_queries(bundle: Bundle, items: Sequence[Item]) -> Encoded:
     """Return the stored arrays of items as queries."""
     vectors = np.stack([item.arrays[VECTOR] for item in items])
     codes = None

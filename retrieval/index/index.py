@@ -24,6 +24,7 @@ from retrieval.index.answering import answer
 from retrieval.index.calibration import calibrate, calibration
 from retrieval.index.creating import create_and_open
 from retrieval.index.duplicates import duplicates
+from retrieval.index.golden import evaluate
 from retrieval.index.identify import identify
 from retrieval.index.migrating import migrate, rollback
 from retrieval.index.queries_and_hits import Hits
@@ -73,6 +74,7 @@ class Index:
     calibrate = calibrate
     calibration = calibration
     duplicates = duplicates
+    evaluate = evaluate
     identify = identify
     migrate = migrate
     rollback = rollback

@@ -8,9 +8,10 @@ Then the new generation is served.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,14 +19,30 @@ import numpy as np
 from retrieval.base.folder_kinds import StrPath
 from retrieval.base.photo_files import address_of
 from retrieval.base.progress import Meter, Progress, showing
-from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.bundle.manifest import SplitEntry, write_manifest
-from retrieval.errors import BundleError, DataError, StoreError, listed
+from retrieval.errors import BelowTarget, BundleError, DataError, StoreError, listed
 from retrieval.index.adding import Options, by_name, embed, row_of
+from retrieval.index.answering import nearest_hits
 from retrieval.index.calibration import calibrate_again
+from retrieval.index.golden import (
+    DEFAULT_METRICS,
+    Golden,
+    GoldenQuery,
+    GoldenReport,
+    check_metrics,
+    encode_golden,
+    known_queries,
+    queried_items,
+    read_golden,
+    scored,
+)
+from retrieval.index.queries_and_hits import Hit
+from retrieval.index.query import plain_query
 from retrieval.index.sources import Original
 from retrieval.store.items import (
     FEATURES,
+    Candidates,
     Floats,
     Generation,
     Item,
@@ -53,16 +70,40 @@ class Migrated:
         embedded: number of items that this call embedded.
         skipped: one sentence per item that could not be embedded and so cannot be searched.
         from_features: number of items embedded from stored features instead of their originals.
+        golden: how well the generation answers the golden queries, measured before it was served.
     """
 
     generation: Generation
     embedded: int
     skipped: tuple[str, ...] = ()
     from_features: int = 0
+    golden: GoldenReport | None = None
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What a new generation must reach before it is served.
+
+    Attributes:
+        queries: golden queries.
+        missing: number of their ids that the index lacks.
+        at_least: smallest accepted value by metric.
+    """
+
+    queries: list[GoldenQuery]
+    missing: int
+    at_least: Mapping[str, float]
 
 
 def migrate(
-    index: Index, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
+    index: Index,
+    bundle: StrPath | Bundle,
+    *,
+    skip_bad: bool = False,
+    golden: Golden | None = None,
+    at_least: Mapping[str, float] = MappingProxyType({}),
+    skip_missing: bool = False,
+    progress: Progress = True,
 ) -> Migrated:
     """Embed all items with another bundle, then serve it.
 
@@ -80,10 +121,15 @@ def migrate(
         skip_bad: leave out items whose original is missing or cannot be used. If False, an
             error lists them, and the old generation stays served. If only stored features are
             needed, items without any are always left out.
+        golden: golden queries that the new generation answers before it is served; see `evaluate`.
+        at_least: smallest accepted mean by metric, such as `{"recall@10": 0.95}`. Below it, the old
+            generation stays served.
+        skip_missing: see `evaluate`.
         progress: see `add`.
 
     Raises:
-        DataError: an item's original is missing or cannot be used.
+        BelowTarget: the golden queries are answered worse than `at_least`.
+        DataError: an item's original is missing or cannot be used, or golden queries are invalid.
         BundleError: the bundle takes features, but the index stores none of that width.
         StoreError: the index is read-only or has another writer, or the disk fails.
     """
@@ -92,6 +138,12 @@ def migrate(
     else:
         opened = Bundle.open(bundle)
     index.follow()
+    target = None
+    # Before the work of hours.
+    if golden is not None:
+        check_metrics(at_least)
+        queries = read_golden(golden)
+        target = _Target(*known_queries(index, queries, skip_missing=skip_missing), at_least)
     with tempfile.TemporaryDirectory() as folder:
         if opened.manifest.input.kind == "features":
             opened = _bundle_to_serve(index, opened, Path(folder))
@@ -100,7 +152,7 @@ def migrate(
         widths = widths_of(opened, features=opened.features_width if keep else None)
         generation = index.store.begin(opened, widths)
     with showing(progress):
-        return _complete(index, opened, generation, skip_bad)
+        return _complete(index, opened, generation, skip_bad, target)
 
 
 def rollback(index: Index, *, progress: Progress = True) -> Migrated:
@@ -141,8 +193,14 @@ def _bundle_to_serve(index: Index, head: Bundle, folder: Path) -> Bundle:
     return Bundle.open(join_backbone(index.bundle, head, folder))
 
 
-def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) -> Migrated:
-    """Embed the items that a generation lacks, then serve it."""
+def _complete(
+    index: Index,
+    bundle: Bundle,
+    generation: Generation,
+    skip_bad: bool,
+    target: _Target | None = None,
+) -> Migrated:
+    """Embed the items that a generation lacks, then serve it if it reaches the target."""
     if generation.state == "served":
         return Migrated(generation, 0)
     store = index.store
@@ -154,10 +212,18 @@ def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bo
         embed_items = _by_originals
     count = 0
     faults: list[str] = []
+    report = None
+    encoded = None
+    if target is not None:
+        # A fault of a query is told before the work of hours.
+        encoded = _encoded_golden(index, bundle, embed_items, target.queries)
     with Meter("embedding", len(index), "items") as meter:
         while True:
             items = store.pending(generation, _ROWS if by_head else _ITEMS)
             if not items:
+                # Once: few items can have been written since.
+                if target is not None and encoded is not None and report is None:
+                    report = _measured(index, bundle, generation, target, encoded)
                 if store.switch(generation):
                     break
                 continue  # an item was written since `pending`
@@ -191,7 +257,51 @@ def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bo
             meter.update(len(items))
     index.follow()
     calibrate_again(index, source)
-    return Migrated(index.generation, count, tuple(faults), count if by_head else 0)
+    return Migrated(index.generation, count, tuple(faults), count if by_head else 0, report)
+
+
+def _encoded_golden(
+    index: Index,
+    bundle: Bundle,
+    embed_items: Callable[..., tuple[list[Item], dict[str, str]]],
+    queries: Sequence[GoldenQuery],
+) -> Encoded:
+    """Return golden queries as a bundle encodes them; items that are queries are embedded again."""
+    items = list(queried_items(index, queries).values())
+    embedded, faults = embed_items(index, bundle, items, False)
+    if faults:
+        raise DataError(listed("The list of golden queries", list(faults.values())))
+    return encode_golden(bundle, queries, {item.id: item for item in embedded})
+
+
+def _measured(
+    index: Index, bundle: Bundle, generation: Generation, target: _Target, encoded: Encoded
+) -> GoldenReport:
+    """Return how well a generation that is not served yet answers golden queries.
+
+    Raises:
+        BelowTarget: worse than the target.
+    """
+
+    def propose(queries: Floats, count: int, *_: object, **__: object) -> list[Candidates]:
+        return index.store.propose_staged(generation, queries, count)
+
+    def search(queries: Encoded, k: int) -> list[list[Hit]]:
+        query = plain_query(k)
+        return nearest_hits(propose, bundle, queries.query, queries.code, query, None, k)
+
+    metrics = dict.fromkeys((*DEFAULT_METRICS, *target.at_least))
+    report = scored(target.queries, encoded, search, list(metrics), target.missing)
+    try:
+        report.require(target.at_least)
+    except BelowTarget as below:
+        raise BelowTarget(
+            f"The new generation is not served: {below}\nThe index is served as before. To serve"
+            " the new generation, repeat the command with a smaller --at-least (in Python"
+            " at_least), which embeds nothing again. To delete it, run: retrieval index migrate"
+            f" {index.path} --drop-old"
+        ) from None
+    return report
 
 
 def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:

@@ -310,15 +310,7 @@ class Store(ABC):
         out the arrays of candidates that have distances, which takes a fifth of the time of a
         batch of queries in a small index.
         """
-        answers = []
-        for items in self.search(queries, count + MARGIN, bundle, filter=filter):
-            items.sort(key=lambda item: item.id)
-            stacked: dict[str, Floats] = {}
-            if items:
-                names = items[0].arrays
-                stacked = {name: np.stack([item.arrays[name] for item in items]) for name in names}
-            answers.append(Candidates(items, stacked))
-        return answers
+        return stacked(self.search(queries, count + MARGIN, bundle, filter=filter))
 
     # Generations
 
@@ -382,6 +374,22 @@ class Store(ABC):
         Returns:
             True on success. False if items are still pending; then nothing changes.
         """
+
+    def propose_staged(
+        self, generation: Generation, queries: Floats, count: int
+    ) -> list[Candidates]:
+        """Propose items of a generation that is not served yet, by which `migrate` measures it.
+
+        See `propose`. The items may include some that were deleted since they were embedded. A
+        store need not search such generations.
+
+        Raises:
+            StoreError: the generation was dropped, or the store cannot search it.
+        """
+        raise StoreError(
+            "This store searches only what it serves, so golden queries cannot be measured before"
+            " a migration. Migrate without them, then run 'retrieval index evaluate'."
+        )
 
     @abstractmethod
     def drop(self, generation: Generation) -> None:
@@ -530,6 +538,19 @@ class StorePlace(ABC):
             StoreUnavailable: the engine cannot be reached.
             StoreError: the index cannot be deleted.
         """
+
+
+def stacked(answers: Iterable[list[Item]]) -> list[Candidates]:
+    """Return the items of each query sorted by id, with their arrays stacked."""
+    candidates = []
+    for items in answers:
+        items.sort(key=lambda item: item.id)
+        arrays: dict[str, Floats] = {}
+        if items:
+            names = items[0].arrays
+            arrays = {name: np.stack([item.arrays[name] for item in items]) for name in names}
+        candidates.append(Candidates(items, arrays))
+    return candidates
 
 
 def _of_type(field: Field, kind: str) -> Filter:

@@ -519,6 +519,17 @@ class LocalStore(Store):
             connection.execute(sql, (generation.number,))
             return True
 
+    def propose_staged(
+        self, generation: Generation, queries: Floats, count: int
+    ) -> list[Candidates]:
+        """Propose items of a generation that is not served yet; see `Store`."""
+        self.upkeep.structured(generation)
+        with self.record.reading() as connection:
+            view = self.views.staged(connection, generation)
+            check_queries(queries, generation)
+            hits = view.search(queries, min(count + MARGIN, view.count))
+            return cast(list[Candidates], self._candidates(view, *hits, count, True, connection))
+
     def drop(self, generation: Generation) -> None:
         """Delete a generation; see `Store`."""
         self._begin_to_write()

@@ -615,7 +615,12 @@ class Views:
         """Load a generation that is about to be served, if this process searches the index."""
         if self.view is not None:
             with suppress(RetrievalError, OSError), self.record.reading() as connection:
-                self._prepared = self._of(connection, generation, wait=True)
+                self.staged(connection, generation)
+
+    def staged(self, connection: apsw.Connection, generation: Generation) -> View:
+        """Return the view of a generation that is not served yet."""
+        view = self._prepared = self._of(connection, generation, wait=True)
+        return view
 
     def _of(self, connection: apsw.Connection, generation: Generation, *, wait: bool) -> View:
         """Return the view of a generation in a read transaction; reuse parts of an older view."""

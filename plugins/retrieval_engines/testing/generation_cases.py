@@ -274,6 +274,30 @@ class GenerationCases(Bench):
         self.check_reopened()
         assert [generation.number for generation in self.store.generations()] == [third.number]
 
+    def test_a_generation_is_searched_before_it_is_served(self) -> None:
+        """`propose_staged` proposes the items that `propose` does once the generation serves."""
+        self.create(80)
+        if type(self.store).propose_staged is Store.propose_staged:
+            raise unittest.SkipTest("The store searches only what it serves.")
+        second = self.begin()
+        expected = dict(self.items)
+        self.fill(second, expected)
+        queries = random_vectors(3, self.other.manifest.vector, 1)
+        staged = self.store.propose_staged(second, queries, 5)
+        self.check()
+        self.switch(second, self.other, expected)
+        served = self.store.propose(queries, 5, self.other.sha256)
+        for before, after in zip(staged, served, strict=True):
+            assert len(before.items) >= 5
+            ids = [item.id for item in before.items]
+            assert ids == [item.id for item in after.items]
+            np.testing.assert_array_equal(before.arrays[VECTOR], after.arrays[VECTOR])
+        third = self.store.begin(shared_bundle(), widths_of(shared_bundle()))
+        if third.state != "served":
+            self.store.drop(third)
+            with refused(StoreError):
+                self.store.propose_staged(third, queries, 5)
+
     def test_notes(self) -> None:
         """A note is kept with its generation: by snapshots too, and until it is dropped."""
         self.create(5)
