@@ -223,6 +223,13 @@ def page(browser):
 
 
 @pytest.fixture
+def axe():
+    """A checker of accessibility."""
+    name = "axe_playwright_python.sync_playwright"
+    return pytest.importorskip(name, reason="axe is not installed").Axe()
+
+
+@pytest.fixture
 def process():
     """Run Python in a new process: `process("-m", "retrieval.cli", "--help", path=folder)`.
 

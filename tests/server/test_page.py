@@ -175,13 +175,6 @@ window.fetch = (address, request) => {
 BOX = ("x", "y", "width", "height")
 
 
-@pytest.fixture
-def axe():
-    """A checker of accessibility."""
-    name = "axe_playwright_python.sync_playwright"
-    return pytest.importorskip(name, reason="axe is not installed").Axe()
-
-
 @pytest.fixture(scope="module")
 def described(bundle_path, photos, tmp_path_factory):
     """A living index of 40 digits with metadata, some of which is markup. Not to be changed."""

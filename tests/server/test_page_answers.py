@@ -5,7 +5,7 @@ from urllib.parse import urlencode
 
 import pytest
 from browsing import answered, count_is, fits, keys_of, listed, results, search, shows
-from retrieval.index.index import Index
+from retrieval.index.index import Index, create_index
 
 from retrieval_server.keys import add_key, new_key
 
@@ -22,6 +22,14 @@ def calibrated(index_path, tmp_path_factory):
         for number, item in enumerate(index.scan(limit=200)):
             index.update(item.id, metadata={"price": number % 3, "made by": f"maker {number % 2}"})
         index.calibrate(progress=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def others(bundle_path, photos, tmp_path_factory):
+    """An index of a few digits. Not to be changed."""
+    path = tmp_path_factory.mktemp("others") / "others.index"
+    create_index(path, bundle_path, [photos / "1", photos / "2"], progress=False)
     return path
 
 
@@ -256,3 +264,35 @@ def test_the_keyboard_moves_among_the_pictures_and_marks_them(page, digits):
     assert page.input_value("#filter") == "/"
     page.set_viewport_size({"width": 360, "height": 800})
     assert fits(page) and page.faults == []
+
+
+def test_marks_work_in_a_second_index_that_lacks_the_items(
+    page, shared, calibrated, others, photos
+):
+    server = shared(calibrated, f"others={others}", "--images", str(photos))
+    page.goto(f"{server.url}/#beside=others")
+    page.wait_for_selector("#others .hit")
+    like = keys_of(page, "#results .hit")[0]
+    page.get_by_label(f"More like {like}", exact=True).click()
+    answered(page)
+    assert shows(page, results(server, "/indexes/digits", json={"like": [like]}), "#results .hit")
+    picture = {"like": (photos / like).read_bytes()}
+    assert shows(page, results(server, "/indexes/others", files=picture), "#others .hit")
+
+
+def test_axe_finds_nothing_in_a_marked_and_identified_query(page, digits, photos, axe):
+    page.goto(digits.url)
+    search(page, photos / "3" / "0003.png")
+    page.locator("#results .like").nth(1).click()
+    page.wait_for_selector("#marks .like")
+    page.select_option("#group", "price")
+    page.select_option("#size", "2")
+    page.wait_for_selector(".group .hit")
+    page.click("#who")
+    page.wait_for_selector(".evidence")
+    for scheme, width in (("light", 1280), ("dark", 360)):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        page.set_viewport_size({"width": width, "height": 900})
+        report = axe.run(page)
+        assert report.violations_count == 0, report.generate_report()
+        assert fits(page)
