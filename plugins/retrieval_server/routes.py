@@ -139,8 +139,7 @@ class Routes:
             if _shows_drift(query, answers):
                 served.drift.note(index.bundle.sha256, answers)
             options = query.options
-            hit_json = partial(_hit_json, served=served, prefix=prefix, names=options.fields)
-            results = [_result_json(answer, options, hit_json) for answer in answers]
+            results = [_result_json(answer, options, served, prefix) for answer in answers]
             content: dict[str, Any] = {"answers": results} if batch else results[0]
             content["took_ms"] = round(1000 * (perf_counter() - began), 2)
             if getattr(options, "explain", False):
@@ -639,14 +638,19 @@ def _shows_drift(query: Query, answers: Sequence[Any]) -> bool:
 
 
 def _result_json(
-    answer: list[Hit] | Verdict, options: Any, hit_json: Callable[[Hit], dict[str, Any]]
+    answer: list[Hit] | Verdict, options: Any, served: Served, prefix: str
 ) -> dict[str, Any]:
     """Return the hits of a query, with facets if the options ask for some, or a verdict."""
+    result: dict[str, Any] = {}
+    hits: Sequence[Hit]
     if isinstance(answer, Verdict):
         result = {name: getattr(answer, name) for name in ("label", "rate", "second", "stale")}
-        return {**result, "far": options.far, "results": list(map(hit_json, answer.hits))}
-    result = {"results": list(map(hit_json, answer))}
-    if options.facets:
+        result["far"] = options.far
+        hits = answer.hits
+    else:
+        hits = answer
+    result["results"] = [_hit_json(hit, served, prefix, options.fields) for hit in hits]
+    if getattr(options, "facets", None):
         assert isinstance(answer, Hits)
         result["facets"] = {
             name: [{"value": value, "count": count} for value, count in counts]
