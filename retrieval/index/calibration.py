@@ -23,9 +23,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from retrieval.base.arrays import Floats64
+from retrieval.base.arrays import Array, Floats64
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, StoreError, at_least_one
@@ -101,7 +100,7 @@ class Calibration:
     classes: int
     items: int
     count: int
-    labels: NDArray[np.object_]
+    labels: Array
     to_other: Floats64
     to_own: Floats64
     sample: list[str]
