@@ -42,4 +42,30 @@ function showMarks() {
     chip.setAttribute("aria-label", `${words} ${id}: remove this mark`);
     return chip;
   }));
+  byId("golden").hidden = goldenQuery() === null;
 }
+
+// A golden query names the liked pictures as the right answers to the current query.
+
+const golden = new Map(); // the saved lines of the file, by their query
+
+function goldenQuery() {
+  const relevant = marked("like");
+  const { id, vector, image } = last ?? {};
+  const isPart = image !== undefined && !image.name; // a part of a picture has no file
+  if (!last || !relevant.length || isPart) return null;
+  if (id !== undefined) return { id, relevant };
+  return vector ? { vector, relevant } : { query: image.name, relevant };
+}
+
+function saveGoldenQuery() {
+  const { relevant, ...query } = goldenQuery();
+  golden.set(JSON.stringify(query), JSON.stringify({ ...query, relevant }));
+  const link = element("a");
+  link.href = URL.createObjectURL(new Blob([...golden.values()].map((line) => `${line}\n`), { type: "application/jsonl" }));
+  link.download = "golden.jsonl";
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+}
+
+byId("golden").addEventListener("click", saveGoldenQuery);

@@ -1,5 +1,6 @@
 """The page's wall of items, marks, groups, counts and identification, in a headless Chromium."""
 
+import json
 import shutil
 from urllib.parse import urlencode
 
@@ -123,6 +124,31 @@ def test_marks_search_for_more_like_this_and_less_like_that(page, digits, photos
     page.locator("#marks button").click()
     count_is(page, 60)
     assert page.faults == []
+
+
+def test_liked_hits_are_saved_as_a_golden_query(page, digits, calibrated, photos, tmp_path):
+    golden = tmp_path / "golden.jsonl"
+    shutil.copy(photos / "3" / "0003.png", tmp_path)
+    page.goto(digits.url)
+    search(page, tmp_path / "0003.png")
+    queries = [{"query": "0003.png"}]
+    for turn in range(2):
+        assert page.locator("#golden").is_hidden()
+        page.locator("#results .hit .mark .like").nth(1).click()
+        page.wait_for_selector("#marks .like")
+        with page.expect_download() as download:
+            page.click("#golden")
+        assert download.value.suggested_filename == "golden.jsonl"
+        queries[turn]["relevant"] = [page.locator("#marks .chip span").first.inner_text()]
+        if turn == 0:
+            queries.append({"id": keys_of(page)[3]})
+            page.locator(".hit .frame").nth(3).click()
+            answered(page)
+    download.value.save_as(golden)
+    assert [json.loads(line) for line in golden.read_text().splitlines()] == queries
+    with Index.open(calibrated) as index:
+        report = index.evaluate(golden, ["recall@200"])
+    assert report.values == {"recall@200": 1.0}
 
 
 def test_hits_are_grouped_by_a_field(page, digits, photos):
