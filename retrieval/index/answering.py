@@ -169,7 +169,8 @@ class _Search:
             if groups:
                 narrowed = _both(filter, Not(_one_of(field, groups)))
             is_last = self._extend(groups, row, narrowed, depth)
-        keys = list(groups)[: query.pool]
+        # An item that was added between two searches may be nearer than the earlier hits.
+        keys = sorted(groups, key=lambda key: groups[key][0].distance)[: query.pool]
         if query.diversity:
             keys = self._diverse(groups, keys, last)
         keys = keys[query.offset : last]
