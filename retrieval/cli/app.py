@@ -28,7 +28,7 @@ COMMANDS = {
     "compare": "compare:compare",
     "sweep": "compare:sweep",
     "export": "export:export_command",
-    "embed": "index:embed_command",
+    "embed": "embed:embed_command",
     "index": "index:index",
     "search": "search:search_command",
     "calibrate": "identify:calibrate_command",

@@ -1,4 +1,4 @@
-"""`retrieval index` and its commands, and `retrieval embed`, which writes folders for an index."""
+"""`retrieval index` and its commands."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def tell(path: IndexPlace, as_json: bool, /, *lines: str, **facts: Any) -> None:
         say(*lines)
 
 
-def _counts(counts: Mapping[str, int]) -> list[str]:
+def count_texts(counts: Mapping[str, int]) -> list[str]:
     """Return "3 skipped" and the like for each count that is not 0."""
     return [f"{count:,} {description}" for description, count in counts.items() if count]
 
@@ -278,7 +278,7 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
                 " which is exact.",
                 err=True,
             )
-    notes += _counts(
+    notes += count_texts(
         {
             "done by an interrupted run": summary.resumed,
             "named twice and taken once": summary.repeated,
@@ -334,7 +334,7 @@ def add_command(
     say(*added.left_out, err=True)
     names = ("changed", "unchanged", "removed", "repeated")
     counts = {name: getattr(added, name) for name in names} | {"skipped": len(added.skipped)}
-    parts = [f"{added.added:,} added", *_counts(counts)]
+    parts = [f"{added.added:,} added", *count_texts(counts)]
     tell(path, as_json, f"{path}: {', '.join(parts)} in {added.seconds:.1f} s.", **vars(added))
     return added.added + added.changed + added.removed
 
@@ -819,65 +819,3 @@ def restore_command(source: Path, path: IndexPlace, as_json: bool) -> None:
         facts["left_behind"] = notes
     say(*notes, err=True)
     tell(path, as_json, f"Restored {path}", **facts)
-
-
-@command(
-    "embed",
-    "retrieval embed demo/bundle photos/ --output vectors/",
-    "retrieval index create photos.index vectors/ --bundle demo/bundle",
-)
-@click.argument("bundle", type=PATH)
-@click.argument("sources", nargs=-1, required=True, type=PATH)
-@click.option("--output", "-o", required=True, type=PATH, help="Folder of the Parquet files.")
-@VARIANT
-@click.option(
-    "--features", is_flag=True, help="Also keep the backbone's features (see export --split)."
-)
-@click.option("--batch-size", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
-@limited
-@DEVICE
-@click.option(
-    "--ray",
-    metavar="ADDRESS",
-    help="Embed on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes"
-    " must share BUNDLE, SOURCES and --output.",
-)
-@JSON
-def embed_command(
-    bundle: Path,
-    sources: tuple[Path, ...],
-    output: Path,
-    as_json: bool,
-    **settings: Any,
-) -> None:
-    """Embed SOURCES with BUNDLE into a folder of Parquet files.
-
-    SOURCES are as the IMAGES of 'retrieval index create'. Each item is in the folder once, with
-    key, label, metadata, vector, code, and features on request. 'retrieval index create' and 'add'
-    take the folder in place of images. bad.jsonl lists items that cannot be used. To resume after
-    an interruption or a kill, run the same command again: finished files are kept.
-    """
-    from retrieval.index.write_embeddings import EmbeddingOptions, embed_sources
-
-    try:
-        done = embed_sources(bundle, list(sources), output, EmbeddingOptions(**settings))
-    except KeyboardInterrupt:
-        say(f"Finished files are kept in {output}. Go on with: {this_command()}", err=True)
-        raise
-    say(*done.left_out, err=True)
-    if as_json:
-        say_json(vars(done) | {"output": str(output)})
-        return
-    if done.parts == 1:
-        files = "file"
-    else:
-        files = "files"
-    notes = [f"{done.parts:,} {files}", f"batches of {done.batch_size:,}"]
-    notes += _counts({"done before": done.resumed, "named twice and taken once": done.repeated})
-    say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {output}")
-    if done.bad:
-        if done.bad == 1:
-            noun = "item"
-        else:
-            noun = "items"
-        say(f"{done.bad:,} {noun} could not be used; {output / 'bad.jsonl'} says why.", err=True)

@@ -184,8 +184,8 @@ def _unreviewed(near: Mapping[str, float], reviews: Mapping[str, set[int]]) -> d
     """
     chosen = {}
     seen: set[int] = set()
-    representative, *others = near
-    for id in (representative, *sorted(others, key=lambda id: (near[id], id))):
+    representative, *members = near
+    for id in (representative, *sorted(members, key=lambda id: (near[id], id))):
         sets = reviews.get(id, set())
         if seen.isdisjoint(sets):
             seen |= sets

@@ -73,6 +73,7 @@ from retrieval.store.record import (
     all_generations,
     ask,
     from_row,
+    has_notes,
     insert,
     is_writable,
     last_number,
@@ -367,10 +368,7 @@ class LocalStore(Store):
                 return answers
         with self.views.moment() as (connection, current):
             if hits is None or current is not view:
-                if filter is None:
-                    only = None
-                else:
-                    only = self.masks.of(connection, current, filter)
+                only = None if filter is None else self.masks.of(connection, current, filter)
                 hits = nearest(current, only)
             answers = self._candidates(current, *hits, count, arrays, connection)
             return cast(list[Candidates], answers)
@@ -539,7 +537,7 @@ class LocalStore(Store):
                     "The served generation cannot be dropped. First switch to another."
                 )
             tables = ["runs", "sums", "left_out", "generations"]
-            if _has_notes(connection):
+            if has_notes(connection):
                 tables.append("notes")
             for table in tables:
                 connection.execute(f"delete from {table} where g = ?", (generation.number,))
@@ -549,7 +547,7 @@ class LocalStore(Store):
         """Return a note of a generation; see `Store`."""
         with self.record.reading() as connection:
             _is_served(connection, generation)
-            if not _has_notes(connection):
+            if not has_notes(connection):
                 return None
             sql = "select content from notes where g = ? and name = ?"
             content: bytes | None = value(connection, sql, (generation.number, name))
@@ -750,12 +748,6 @@ def _sorted(
             with file.reading(view.rows) as content:
                 contents[name] = content[rows]
     return Candidates(items, contents, distances)
-
-
-def _has_notes(connection: apsw.Connection) -> bool:
-    """Return whether a note was ever written to the index."""
-    sql = "select 1 from sqlite_master where name = 'notes'"
-    return value(connection, sql) is not None
 
 
 def _is_served(connection: apsw.Connection, generation: Generation) -> bool:

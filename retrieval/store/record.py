@@ -641,3 +641,9 @@ def remove(connection: apsw.Connection, seq: int, numbers: Sequence[int]) -> Non
         )
     sql = "insert or ignore into removed select value, ? from json_each(?)"
     connection.execute(sql, (seq, text))
+
+
+def has_notes(connection: apsw.Connection) -> bool:
+    """Return whether a note was ever written to the index."""
+    sql = "select 1 from sqlite_master where name = 'notes'"
+    return value(connection, sql) is not None

@@ -242,14 +242,13 @@ def test_too_few_classes(index):
     assert index.identify(vectors[0], 0.2).label == labels[0]
 
 
-def test_more_classes_than_probes(index, monkeypatch):
-    vectors, labels = clouds(np.random.default_rng(0), 40, 2)
+def test_more_classes_than_probes(index):
+    vectors, labels = clouds(np.random.default_rng(0), 400, 2)
     put(index, vectors, labels)
-    monkeypatch.setattr("retrieval.index.calibration._MAX_PROBES", 100)
-    calibration = index.calibrate(draws=5, **QUIET)
-    assert calibration.labels.shape == (5, 20)
-    assert len({tuple(row) for row in calibration.labels}) == 5
-    assert calibration.least_rate == 1 / 21
+    calibration = index.calibrate(**QUIET)
+    assert calibration.labels.shape == (11, 363)  # 4,000 probes in all
+    assert len({tuple(row) for row in calibration.labels}) == 11
+    assert calibration.least_rate == 1 / 364
 
 
 def test_a_large_class_is_searched_to_its_end(index):

@@ -108,23 +108,22 @@ def _of_array(array: Any) -> Picture:
 
 
 async def form_of(
-    images: Iterable[Image], fields: Mapping[str, str], **others: Iterable[Image]
+    images: Iterable[Image], fields: Mapping[str, str], **examples: Iterable[Image]
 ) -> dict[str, Any]:
     """Return httpx's arguments for a form with images, which a thread reads and encodes.
 
-    `others` are the images of fields other than `image`, by the field's name.
+    `examples` are the images of fields other than `image`, by the field's name.
     """
 
     def read() -> list[Any]:
-        pairs = [
-            (name, image) for name, group in {"image": images, **others}.items() for image in group
-        ]
+        fields_with_images = {"image": images, **examples}
+        pairs = [(name, image) for name, group in fields_with_images.items() for image in group]
         return [(name, ("image", image_bytes(image))) for name, image in pairs]
 
     return {"files": await asyncio.to_thread(read), "data": fields}
 
 
-def several(images: Any) -> list[Any]:
+def as_items(images: Any) -> list[Any]:
     """Return one or several images or ids as a list."""
     if isinstance(images, list | tuple):
         return [*images]

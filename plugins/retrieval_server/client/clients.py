@@ -26,12 +26,12 @@ from retrieval.errors import DataError
 from retrieval_server import responses
 from retrieval_server.client.bodies import (
     NewItem,
+    as_items,
     dumps,
     form_of,
     id_parameter,
     json_of,
     numbers_of,
-    several,
     texts_of,
     without_none,
 )
@@ -112,7 +112,7 @@ class AsyncClient(Sender):
             options: `k`, `filter`, `fields` (of the metadata) and others; see docs/http.md.
         """
         targets = sum(target is not None for target in (image, vector, id))
-        examples = {"like": several(like), "dislike": several(dislike)}
+        examples = {"like": as_items(like), "dislike": as_items(dislike)}
         if targets > 1 or not (targets or examples["like"]):
             raise DataError(
                 "Search for exactly one of an image, a vector and an id, or only for likes."
@@ -174,7 +174,7 @@ class AsyncClient(Sender):
             raise DataError("Identify exactly one of images, a vector and an id.")
         options = without_none(far=far, fields=fields)
         if images is not None:
-            content = await form_of(several(images), texts_of(**options))
+            content = await form_of(as_items(images), texts_of(**options))
         else:
             content = json_of({**without_none(id=id, vector=numbers_of(vector)), **options})
         return await self._send("POST", "/identify", responses.IdentifyAnswer, **content)
