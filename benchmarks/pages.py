@@ -1,5 +1,5 @@
-"""Write the tables of docs/aml.md, anml.md, daml.md, oahu.md and recipes.md from the benchmarks'
-results.
+"""Write the tables of docs/aml.md, anml.md, daml.md, indexes.md, oahu.md and recipes.md from the
+benchmarks' results.
 
     python benchmarks/pages.py        # a test compares the pages with the results
 
@@ -128,6 +128,22 @@ somewhat too narrow. Learned weights minus even ones:
 {whole(rows("daml_real", title, 1))}"""
 
 
+def identify_rates() -> str:
+    """Rates of false alarms, and what breaks them."""
+    return f"""{whole(rows("identify", "Rate of false alarms"), ("binomial", "inside"))}
+
+*False alarms* is the share of strangers that got a label; *over classes* takes the stranger's class
+as the unit, ± Student's 95 % interval. What becomes of known photos at the same rates, beside the
+best threshold on the nearest distance, which only somebody finds who has the strangers:
+
+{whole(rows("identify", "Known photos"), ("wrong", "by hand: right", "false"))}"""
+
+
+def identify_broken() -> str:
+    """Rates of false alarms where the assumptions do not hold."""
+    return whole(rows("identify", "What breaks it"), ("unknown, told", "unknown, measured"))
+
+
 def oahu_itself() -> str:
     """OAHU on the paper's set, and its two ways to search."""
     names = ("Euclid", "LEGO", "OAHU, untrained", "OAHU", "OAHU, η .01 τ 1.9")
@@ -174,6 +190,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "anml.md": {"anml-losses": anml_losses, "anml-table-2": anml_table_2},
     "daml.md": {"daml-real": daml_real},
+    "indexes.md": {"identify-rates": identify_rates, "identify-broken": identify_broken},
     "oahu.md": {"oahu-warm": oahu_warm, "oahu-itself": oahu_itself},
     "recipes.md": recipes.BLOCKS,
 }
