@@ -189,10 +189,13 @@ class Calibration:
         if not 0 < far < 1:
             raise DataError(f"A rate of false alarms is between 0 and 1, not {far}.")
         if far < self.least_rate:
+            advice = "Ask for a higher rate, or add classes"
+            # A draw has all classes unless they are many.
+            if self.classes > self.labels.shape[1]:
+                advice += ", or calibrate with fewer draws, which have more classes each"
             raise DataError(
                 f"Too few classes: {self.classes:,} classes in {self.draws} draws can tell a rate"
-                f" of {self.least_rate:.2g} or more, not {far:g}. Ask for a higher rate, add"
-                " classes, or calibrate with fewer draws, which have more classes each."
+                f" of {self.least_rate:.2g} or more, not {far:g}. {advice}."
             )
 
     def is_stale(self, index: Index) -> bool:
@@ -322,8 +325,8 @@ def calibrate(
         if len(items.by_class) < 2:
             raise DataError(
                 f"The index {index.path} has {len(items.by_class)} classes by its"
-                f" {label or 'label'}. Calibration needs two or more; each further one allows a"
-                " smaller rate."
+                f" field '{label or 'label'}'. Calibration needs two or more; each further one allows"
+                " a smaller rate."
             )
         rng = np.random.default_rng(seed)
         probes = items.draw(rng, draws)

@@ -225,10 +225,10 @@ def test_too_few_classes(index):
         index.identify(np.zeros(16, np.float32))
     vectors, labels = clouds(np.random.default_rng(0), 9, 2)
     put(index, vectors[:2], labels[:2])
-    with pytest.raises(DataError, match="has 1 classes by its label"):
+    with pytest.raises(DataError, match="has 1 classes by its field 'label'"):
         index.calibrate(**QUIET)
     put(index, vectors, labels)
-    with pytest.raises(DataError, match="has 0 classes by its colour"):
+    with pytest.raises(DataError, match="has 0 classes by its field 'colour'"):
         index.calibrate("colour", **QUIET)
     with pytest.raises(DataError, match="must be odd"):
         index.calibrate(draws=4, **QUIET)
