@@ -325,8 +325,8 @@ def calibrate(
         if len(items.by_class) < 2:
             raise DataError(
                 f"The index {index.path} has {len(items.by_class)} classes by its"
-                f" field '{label or 'label'}'. Calibration needs two or more; each further one allows"
-                " a smaller rate."
+                f" field '{label or 'label'}'. Calibration needs two or more; each further one"
+                " allows a smaller rate."
             )
         rng = np.random.default_rng(seed)
         probes = items.draw(rng, draws)
