@@ -16,14 +16,12 @@ The metrics are those of TREC's `trec_eval`. A query has R relevant items; ranks
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-from urllib.parse import quote, unquote
 
 import numpy as np
 
@@ -32,6 +30,7 @@ from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import ahead, cores
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.strict_json import strict_loads
+from retrieval.base.trec import Qrels, Rankings, grade_of, lines_of, run_text
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import BelowTarget, DataError, refuse, some
 from retrieval.index.calibration import as_queries
@@ -127,13 +126,7 @@ class GoldenReport:
 
     def run_text(self) -> str:
         """Return the hits as a run in TREC's format."""
-        lines = []
-        for score in self.queries:
-            for rank, id in enumerate(score.hits, 1):
-                # Tools sort by the score in single precision, where near distances may be equal.
-                words = (_word(score.query), "Q0", _word(id), rank, DEPTH + 1 - rank, "retrieval")
-                lines.append(" ".join(map(str, words)))
-        return "\n".join([*lines, ""])
+        return run_text({score.query: score.hits for score in self.queries})
 
 
 def evaluate(
@@ -185,7 +178,7 @@ def read_golden(golden: Golden | Sequence[GoldenQuery]) -> list[GoldenQuery]:
     if isinstance(golden, str | PathLike):
         where = str(golden)
         folder = Path(golden).parent
-        lines = _lines(golden)
+        lines = lines_of(golden)
     else:
         where = "golden"
         folder = Path()
@@ -213,13 +206,6 @@ def read_golden(golden: Golden | Sequence[GoldenQuery]) -> list[GoldenQuery]:
     return queries
 
 
-def _lines(path: StrPath) -> list[bytes]:
-    try:
-        return Path(path).read_bytes().splitlines()
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror or fault}.") from None
-
-
 def _query_of(entry: Any, folder: Path, number: int) -> GoldenQuery:
     """Return a query from its object; raise a ValueError if it is invalid."""
     kind = next((kind for kind in _KINDS if isinstance(entry, Mapping) and kind in entry), None)
@@ -244,7 +230,7 @@ def _query_of(entry: Any, folder: Path, number: int) -> GoldenQuery:
         if not isinstance(relevant, list) or not all(isinstance(id, str) for id in relevant):
             raise ValueError('"relevant" is not a list of ids or an object of grades by id')
         relevant = dict.fromkeys(relevant, 1)
-    grades = {id: _grade(grade) for id, grade in relevant.items()}
+    grades = {id: grade_of(grade) for id, grade in relevant.items()}
     # A query by id does not find its own item.
     grades = {id: grade for id, grade in grades.items() if grade > 0 and (kind, id) != ("id", name)}
     if not grades:
@@ -252,83 +238,22 @@ def _query_of(entry: Any, folder: Path, number: int) -> GoldenQuery:
     return GoldenQuery(name, grades, source)
 
 
-def _grade(value: Any) -> float:
-    """Return a grade of relevance; 0 and less mean that the item is not relevant."""
-    try:
-        if not isinstance(value, bool) and math.isfinite(grade := float(value)):
-            return grade
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(f"the grade {value!r} is not a number")
+def queries_of(qrels: Qrels) -> list[GoldenQuery]:
+    """Return the judgements of TREC's qrels as queries by the id of an item.
 
+    Queries without a relevant item are left out.
 
-def read_qrels(path: Path) -> list[GoldenQuery]:
-    """Return the judgements of a file in TREC's format, as queries by the id of an item.
-
-    Its lines are "QUERY 0 ID GRADE". Queries without a relevant item are left out.
+    Raises:
+        DataError: no item is relevant.
     """
-    grades: dict[str, dict[str, float]] = {}
-
-    def add(words: list[str]) -> None:
-        name, _, id, grade = words
-        judged = grades.setdefault(unquote(name), {})
-        if judged.setdefault(unquote(id), _grade(grade)) != _grade(grade):
-            raise ValueError(f"{unquote(id)} has another grade before")
-
-    _read_words(path, "QUERY 0 ID GRADE", add)
     queries = []
-    for name, judged in grades.items():
-        relevant = {id: grade for id, grade in judged.items() if grade > 0}
+    for name, grades in qrels.items():
+        relevant = {id: grade for id, grade in grades.items() if grade > 0}
         if relevant:
             queries.append(GoldenQuery(name, relevant, name))
     if not queries:
-        raise DataError(f"{path}: no item is relevant.")
+        raise DataError("The qrels have no relevant item.")
     return queries
-
-
-def read_run(path: Path) -> dict[str, list[str]]:
-    """Return the ids of the hits of each query, from a run in TREC's format.
-
-    Its lines are "QUERY Q0 ID RANK SCORE TAG". As in `trec_eval`, the scores in single precision
-    order the hits, and the larger id comes first in a tie.
-    """
-    hits: dict[str, dict[str, tuple[float, str]]] = {}
-
-    def add(words: list[str]) -> None:
-        name, _, id, _, score, _ = words
-        ranked = hits.setdefault(unquote(name), {})
-        if unquote(id) in ranked:
-            raise ValueError(f"{unquote(id)} is a hit of this query before")
-        ranked[unquote(id)] = (float(np.float32(_grade(score))), id)
-
-    _read_words(path, "QUERY Q0 ID RANK SCORE TAG", add)
-    return {
-        name: sorted(ranked, key=ranked.__getitem__, reverse=True) for name, ranked in hits.items()
-    }
-
-
-def _read_words(path: Path, form: str, add: Callable[[list[str]], None]) -> None:
-    """Pass the words of each line to `add`, which raises a ValueError; an error lists all faults.
-
-    Ids with spaces are percent-encoded, because spaces separate the words.
-    """
-    faults = []
-    for number, line in enumerate(_lines(path), 1):
-        words = line.decode("utf-8", "replace").split()
-        try:
-            if len(words) == len(form.split()):
-                add(words)
-            elif words:
-                raise ValueError(f"not {form}")
-        except ValueError as fault:
-            faults.append(f"line {number}: {fault}.")
-    if faults:
-        refuse(str(path), faults)
-
-
-def _word(text: str) -> str:
-    """Return text without spaces; `unquote` gives it back."""
-    return re.sub(r"[\s%]", lambda character: quote(character[0]), text)
 
 
 # Measuring
@@ -437,10 +362,11 @@ def scored(
 
 def evaluate_run(
     queries: Sequence[GoldenQuery],
-    hits: Mapping[str, Sequence[str]],
+    hits: Rankings,
     metrics: Sequence[str] = DEFAULT_METRICS,
 ) -> GoldenReport:
-    """Return the report on hits that are known by the name of the query; see `read_run`.
+    """Return the report on hits that are known by the name of the query; see
+    `retrieval.base.trec.read_run`.
 
     A query without hits counts as 0, as with `trec_eval -c`.
     """

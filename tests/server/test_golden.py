@@ -7,9 +7,10 @@ from pathlib import Path
 import makers
 import numpy as np
 import pytest
+from retrieval.base.trec import qrels_text, read_qrels, read_run, run_text
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BelowTarget, DataError
-from retrieval.index.golden import evaluate_run, read_qrels, read_run
+from retrieval.index.golden import evaluate_run, queries_of
 from retrieval.index.index import create_index, open_index
 from retrieval.metrics.recall_map_ndcg import MeanAveragePrecision, NDCGAt, PrecisionAt
 from retrieval.store.contract import Item, Store, widths_of
@@ -74,7 +75,7 @@ def write_trec(folder):
 
 def test_the_metrics_equal_those_of_pytrec_eval(tmp_path):
     qrels, run = write_trec(tmp_path)
-    report = evaluate_run(read_qrels(qrels), read_run(run), ALL)
+    report = evaluate_run(queries_of(read_qrels(qrels)), read_run(run), ALL)
     assert [score.query for score in report.queries] == list(PYTREC_EVAL)
     for score in report.queries:
         values = [score.values[name] for name in ALL]
@@ -87,7 +88,7 @@ def test_a_query_without_hits_counts_as_0(tmp_path):
     qrels, run = write_trec(tmp_path)
     hits = read_run(run)
     del hits["q1"]
-    report = evaluate_run(read_qrels(qrels), hits, ["recall@10"])
+    report = evaluate_run(queries_of(read_qrels(qrels)), hits, ["recall@10"])
     expected = [0, *(PYTREC_EVAL[name][1] for name in ("q2", "q3", "q4"))]
     assert report.values == {"recall@10": pytest.approx(np.mean(expected), abs=1e-6)}
     assert report.queries[0].missed == ["a", "b", "d"]
@@ -239,6 +240,14 @@ def test_faults_of_trec_files(tmp_path):
     (tmp_path / "r").write_text("q1 Q0 a 1 2.0 x\nq1 Q0 a 2 1.0 x\nq1 Q0 b 3 inf x\n")
     with pytest.raises(DataError, match="has 2 problems"):
         read_run(tmp_path / "r")
+
+
+def test_what_is_written_reads_the_same(tmp_path):
+    qrels = {"a b%": {"x y": 2, "z": -1}, "q": {"%20": 0.5}}
+    rankings = {"a b%": ["z", "x y", "é\u2028"], "q": [f"{n}" for n in range(3000)]}
+    (tmp_path / "q").write_text(qrels_text(qrels), encoding="utf-8")
+    (tmp_path / "r").write_text(run_text(rankings), encoding="utf-8")
+    assert (read_qrels(tmp_path / "q"), read_run(tmp_path / "r")) == (qrels, rankings)
 
 
 def test_ids_that_the_index_lacks(line):
