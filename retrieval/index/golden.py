@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from json import JSONDecodeError
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -197,6 +198,8 @@ def read_golden(golden: Golden | Sequence[GoldenQuery]) -> list[GoldenQuery]:
                 if earlier != number:
                     raise ValueError(f"repeats the query of line {earlier}")
                 queries.append(query)
+            except JSONDecodeError:
+                faults.append(f'line {number}: not JSON, such as {{"id": "a", "relevant": ["b"]}}.')
             except ValueError as fault:
                 faults.append(f"line {number}: {fault}.")
     if not queries and not faults:

@@ -212,6 +212,7 @@ def test_all_faults_of_a_file_come_in_one_error(tmp_path, line):
     numbers = [2, 3, 4, 6, 7, 8, 9, 10, 11, 12]
     found = [int(part.split(":")[0]) for part in text.split("line ")[1:] if ":" in part[:3]]
     assert found == numbers, text
+    assert 'line 3: not JSON, such as {"id": "a"' in text
     for sentence in ("repeats the query of line 1", "there is no file", "no item is relevant"):
         assert sentence in text
     bad = [
