@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import os
 import re
+import shlex
 import signal
 import socket
 import tempfile
@@ -93,9 +94,11 @@ def serve(
     parts = Parts(sources, settings, device, tuple(plugins))
     multiprocess = settings.processes > 1
     if multiprocess and (beside or any(isinstance(source, Index) for source in sources.values())):
+        opened = [str(getattr(source, "path", source)) for source in sources.values()]
+        command = ["retrieval", "serve", *opened, "--processes", str(settings.processes)]
         raise StoreError(
             "Several processes serve folders and addresses, not open indexes, and only in the"
-            " foreground: start them with `retrieval serve INDEX --processes N`."
+            f" foreground: start them with `{shlex.join(command)}`."
         )
     with ExitStack() as stack:
         # Sockets are opened first: an address that is taken is reported before the index is loaded.

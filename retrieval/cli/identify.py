@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from retrieval.base.display_tables import text_table
 from retrieval.cli import say
 from retrieval.cli.common import DEVICE, JSON, PATH, Number, command
 from retrieval.cli.index import INDEX, audited, opened_index, tell
-from retrieval.cli.search import as_facts
+from retrieval.cli.search import as_facts, require_calibration
 from retrieval.errors import one_line
 
 if TYPE_CHECKING:
@@ -85,12 +86,13 @@ def identify_command(
     from retrieval.index.queries_and_hits import encode_files
 
     with opened_index(path, device=device) as opened:
+        require_calibration(opened)
         _, encoded = encode_files(opened.bundle, queries)
         verdict = opened.identify(encoded, far)
     if verdict.stale:
         say(
-            "Note: over 10 % of the items were added or deleted since the calibration. Run:"
-            f" retrieval calibrate {path}",
+            "Note: over 10 % of the items were added or deleted since the calibration. Run: "
+            + shlex.join(["retrieval", "calibrate", str(path)]),
             err=True,
         )
     line = f"{one_line(verdict.label or 'unknown')}: {verdict.rate:.2g} of strangers are as near"

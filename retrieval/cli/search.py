@@ -13,9 +13,10 @@ from retrieval.base.display_tables import text_table
 from retrieval.cli import say, say_json
 from retrieval.cli.common import DEVICE, FILTER, JSON, PATH, IndexArgument, Number, command
 from retrieval.cli.plugins import PLUGIN_OPTION
-from retrieval.errors import one_line
+from retrieval.errors import DataError, one_line
 
 if TYPE_CHECKING:
+    from retrieval.index.index import Index
     from retrieval.index.queries_and_hits import Hit, Hits
     from retrieval.store.address import IndexPlace
 
@@ -62,6 +63,8 @@ def search_command(
 
     _refuse_swapped(index, queries)
     with open_index(index, device=device, plugins=extra) as opened:
+        if options["scores"]:
+            require_calibration(opened)
         chosen: Any = {name: value for name, value in options.items() if value not in (None, ())}
         if queries:
             names, encoded = encode_files(opened.bundle, queries)
@@ -74,6 +77,14 @@ def search_command(
         say_json([_answer(name, hits) for name, hits in pairs])
     else:
         say("\n\n".join(_table(name, hits) for name, hits in pairs))
+
+
+def require_calibration(index: Index) -> None:
+    """Raise a `DataError` that names the index unless it is calibrated."""
+    if index.calibration() is None:
+        # The index's own error, which a server sends to its clients, names no path.
+        command = shlex.join(["retrieval", "calibrate", str(index.path)])
+        raise DataError(f"{index.path} is not calibrated. First run: {command}")
 
 
 def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:

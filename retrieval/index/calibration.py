@@ -38,7 +38,7 @@ from retrieval.store.contract import (
     Superseded,
     require_time,
 )
-from retrieval.store.filters import Exists, Filter
+from retrieval.store.filters import Exists, Filter, In
 from retrieval.store.filters.tree import Field, parse_field
 from retrieval.store.items import CALIBRATION
 
@@ -200,7 +200,8 @@ class Calibration:
 
     def is_stale(self, index: Index) -> bool:
         """Return whether over 10 % of the items were added or deleted since the calibration."""
-        alive = self.count * len(index.get(self.sample)) / len(self.sample)
+        # To count the ids is far cheaper than to read the items.
+        alive = self.count * index.store.count(In("id", tuple(self.sample))) / len(self.sample)
         deleted = self.count - alive
         added = max(0, len(index) - alive)
         return deleted + added > _STALE_SHARE * self.count

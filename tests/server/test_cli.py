@@ -46,7 +46,11 @@ MISTAKES = [
     ("search i photos/3/0003.png --group-size 2", "group_size needs group_by"),
     ("search i photos/3/0003.png --facet colour", "has a field 'colour'"),
     ("search i photos/3/0003.png --order-by -colour", "has a field 'colour'"),
-    ("search i photos/3/0003.png --scores", "is not calibrated"),
+    (
+        "search i photos/3/0003.png --scores",
+        "i is not calibrated. First run: retrieval calibrate i",
+    ),
+    ("identify i photos/3/0003.png", "i is not calibrated. First run: retrieval calibrate i"),
 ]
 
 

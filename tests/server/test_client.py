@@ -88,6 +88,9 @@ def test_every_method_of_a_client(served, empty, photos, tmp_path):
         assert len(client.search_batch(vectors=[vector], k=1).answers) == 1
         assert sorted(item.id for item in client.items(page=2)) == sorted(IDS)
         assert [item.id for item in client.items("label = 'other'")] == [plain]
+        by_age = [item.id for item in client.items(page=2, order="newest")]
+        # It was changed last.
+        assert by_age[0] == plain and sorted(by_age) == sorted(IDS)
         about = client.index()
         assert (about.items, about.input.kind, about.format) == (len(IDS), "image", INDEX_FORMAT)
         added = client.add([NewItem("x", paths[0]), NewItem(second, paths[1])])
@@ -121,16 +124,19 @@ def test_asyncio_answers_the_same(served, index_path, photos):
         async with AsyncClient(server.url) as client:
             hits = await asyncio.gather(*(client.search(path, k=3) for path in paths))
             items = [item async for item in client.items(page=150)]
+            newest = [item async for item in client.items(page=150, order="newest")]
             with pytest.raises(ServerError) as fault:
                 await client.put("a", paths[0])
-            return hits, items, await client.index(), fault.value.status
+            return hits, items, newest, await client.index(), fault.value.status
 
-    hits, items, about, status = asyncio.run(ask())
+    hits, items, newest, about, status = asyncio.run(ask())
     with Client(server.url, index=about.index) as client:
         assert client.index() == about and len(client.search(paths[0], k=3)) == 3
     with Client(server.url) as client:
         assert list(map(list, hits)) == [list(client.search(path, k=3)) for path in paths]
         assert items == list(client.items()) and len(items) == about.items == 200
+        assert newest == list(client.items(order="newest"))
+        assert sorted(item.id for item in newest) == [item.id for item in items]
         assert about == client.index() and status == 403
     refused = pytest.raises(ServerError, match="no index")
     with Client(server.url, index="nowhere") as client, refused:

@@ -19,7 +19,17 @@ from collections.abc import (
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+)
 
 from retrieval.errors import DataError
 
@@ -49,6 +59,9 @@ T = TypeVar("T")
 
 Filter = str | Mapping[str, Any]
 """A filter of items as text or JSON: `"price < 20"` or `{"price": {"<": 20}}`."""
+
+Order = Literal["id", "newest"]
+"""An order of items: by id, or the item first that was last added or changed."""
 
 
 class SearchOptions(TypedDict, total=False):
@@ -279,21 +292,38 @@ class AsyncClient(Sender):
         return await self._send("GET", "/item", responses.ItemAnswer, **id_parameter(id, **options))
 
     async def items(
-        self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
+        self,
+        filter: Filter | None = None,
+        *,
+        fields: Sequence[str] | None = None,
+        page: int = 100,
+        order: Order = "id",
     ) -> AsyncIterator[responses.ItemAnswer]:
-        """Iterate over all items, or those that match `filter`, by id and in pages of `page`."""
+        """Iterate over all items, or those that match `filter`.
+
+        Args:
+            filter: filter of the items.
+            fields: metadata of the items; by default all.
+            page: number of items per request.
+            order: "id", or "newest"; not every store can tell which items are the newest.
+        """
         cursor: str | None = None
         while True:
-            reply = await self._page(filter, fields, page, cursor)
+            reply = await self._page(filter, fields, page, order, cursor)
             for item in reply.items:
                 yield item
             if (cursor := reply.cursor) is None:
                 return
 
     async def _page(
-        self, filter: Filter | None, fields: Sequence[str] | None, limit: int, cursor: str | None
+        self,
+        filter: Filter | None,
+        fields: Sequence[str] | None,
+        limit: int,
+        order: Order,
+        cursor: str | None,
     ) -> responses.Page:
-        options = texts_of(filter=filter, fields=fields, limit=limit, cursor=cursor)
+        options = texts_of(filter=filter, fields=fields, limit=limit, order=order, cursor=cursor)
         return await self._send("GET", "/items", responses.Page, params=options)
 
     async def delete(self, id: str) -> None:
@@ -423,12 +453,17 @@ class Client:
     snapshot = _blocking(AsyncClient.snapshot)
 
     def items(
-        self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
+        self,
+        filter: Filter | None = None,
+        *,
+        fields: Sequence[str] | None = None,
+        page: int = 100,
+        order: Order = "id",
     ) -> Iterator[responses.ItemAnswer]:
         """Iterate over the items; see `AsyncClient.items`."""
         cursor: str | None = None
         while True:
-            reply = self._run(self._client._page(filter, fields, page, cursor))
+            reply = self._run(self._client._page(filter, fields, page, order, cursor))
             yield from reply.items
             if (cursor := reply.cursor) is None:
                 return
