@@ -3,13 +3,11 @@
 // Review of the groups in a file of `retrieval index duplicates --output`.
 // Nothing is written before the button that deletes is pressed and confirmed.
 
-const KEY = "retrieval-key"; // name in sessionStorage, as on the search page
 const MOST_BYTES = 100000000; // of a file of groups
 const GROUPS_SHOWN = 20;
 const ITEMS_SHOWN = 24; // of a group; others on request
 const DELETED_AT_ONCE = 1000; // a filter has no more values
 
-const byId = (id) => document.getElementById(id);
 let groups = []; // { ids, distances, diameter, number, apart: whether it is "not the same", shown: items }
 let index = null; // the server's description of the file's index, with `root`, the prefix of its routes
 let identity = ""; // of the file's index
@@ -17,13 +15,6 @@ let start = 0; // number of groups before those that are shown
 let newest = 0; // number of the newest file; what was read for older ones is ignored
 let unsaved = false; // whether anything was decided since the last download
 const decisions = new Map(); // "keep" or "delete" by id
-
-function element(tag, className, text) {
-  const node = document.createElement(tag);
-  if (className) node.className = className;
-  if (text !== undefined) node.textContent = text;
-  return node;
-}
 
 function button(text, act) {
   const node = element("button", "", text);
@@ -42,28 +33,6 @@ function labelled(kind, text, act) {
 }
 
 const counted = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
-
-function show(sentence, isError) {
-  byId("error").hidden = !isError;
-  byId("error").textContent = isError ? sentence : "";
-  byId("status").textContent = isError ? "" : sentence;
-}
-
-async function call(path, request = {}) {
-  const key = sessionStorage.getItem(KEY);
-  const headers = { ...request.headers, ...(key && { Authorization: `Bearer ${key}` }) };
-  let response;
-  try {
-    response = await fetch(path, { ...request, headers });
-  } catch {
-    throw new Error("The server cannot be reached. Is it still running?");
-  }
-  if (response.ok) return response;
-  const answer = await response.json().catch(() => ({}));
-  const fault = new Error(answer.detail || `The server answered with status ${response.status}.`);
-  fault.status = response.status;
-  throw fault;
-}
 
 // The file.
 

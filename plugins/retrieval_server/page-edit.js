@@ -2,14 +2,7 @@
 
 // The API key, and adding, changing and deleting items with it.
 
-const KEY = "retrieval-key"; // name in sessionStorage, which the browser deletes with the tab
-
 let editing = null; // subject of the dialogue: an existing item, or an image to add
-
-function authorisation() {
-  const key = sessionStorage.getItem(KEY);
-  return key ? { Authorization: `Bearer ${key}` } : {};
-}
 
 async function fill(image, address) {
   if (!sessionStorage.getItem(KEY) || !address.startsWith("/")) {

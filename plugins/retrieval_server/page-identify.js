@@ -30,13 +30,31 @@ function evidenceOf(hits) {
   return list;
 }
 
+function photoChip(photo) {
+  const others = last.photos.filter((other) => other !== photo);
+  const chip = buttonOf("chip", "", `photo ${photo.name}`, () => searchWithFiles(others));
+  const address = URL.createObjectURL(photo);
+  const image = picture({ image_url: address }, () => image.remove());
+  image.addEventListener("load", () => URL.revokeObjectURL(address));
+  chip.append(image, element("span", "", photo.name), element("span", "count", "×"));
+  chip.setAttribute("aria-label", `${photo.name}: remove this photo`);
+  return chip;
+}
+
+function showPhotos() {
+  const photos = last?.photos ?? [];
+  const sentence = `The verdict is on all ${photos.length} photos; the search uses the first.`;
+  byId("photos").replaceChildren(...(photos.length > 1 ? [...photos.map(photoChip), sentence] : []));
+}
+
 async function identify() {
   const number = newest;
+  const query = last.photos ? { image: last.photos } : last;
   byId("verdict").replaceChildren(element("p", "", "Looking …"));
   let parts;
   try {
     const far = Math.max(FAR, abouts[0].calibration.least_rate);
-    const verdict = await send("identify", roots[0], last, { far });
+    const verdict = await send("identify", roots[0], query, { far });
     const name = element("p", "name", verdict.label ?? "Unknown");
     parts = [name, element("p", "", sentencesOf(verdict)), evidenceOf(verdict.results)];
   } catch (fault) {

@@ -2,7 +2,9 @@
 
 // The query: an image, an item or a vector, and how it is sent.
 
-let whole = null; // the image in the preview; the query may be a part of it
+const MOST_PHOTOS = 16; // of one thing, as the server accepts
+
+let whole = null; // the image in the preview and its other photos; the query may be a part of it
 
 const PLACES_OF_PICTURES = ["like", "dislike"];
 
@@ -21,8 +23,9 @@ function bodyOf(fields) {
 async function send(action, root, query, options) {
   const { image, vector, id } = query ?? {};
   const { bytes } = abouts[0].limits ?? {};
-  if (image?.size > bytes) {
-    const [size, limit] = [image.size, bytes].map((count) => count.toLocaleString("en"));
+  const tooLarge = [image ?? []].flat().find((file) => file.size > bytes);
+  if (tooLarge) {
+    const [size, limit] = [tooLarge.size, bytes].map((count) => count.toLocaleString("en"));
     throw new Error(`The image has ${size} bytes; the limit is ${limit}.`);
   }
   const fields = { ...options, ...(image && { image }), ...(vector && { vector }), ...(id !== undefined && { id }) };
@@ -59,10 +62,17 @@ function showPreview(address, description) {
   setEdges([0, 0, 100, 100]);
 }
 
-function searchWithFile(file) {
-  if (!file) return;
-  showPreview(URL.createObjectURL(file), `The query: ${file.name || "a pasted image"}`);
-  whole = { image: file };
+// Searches with the first file. An index that is calibrated identifies what all of them show.
+function searchWithFiles(files) {
+  const photos = [...files].slice(0, abouts[0].calibration ? files.length : 1);
+  if (!photos.length) return;
+  if (photos.length > MOST_PHOTOS) {
+    show(`These are ${photos.length} files. Choose at most ${MOST_PHOTOS} photos, all of one thing.`, true);
+    return;
+  }
+  const [image] = photos;
+  showPreview(URL.createObjectURL(image), `The query: ${image.name || "a pasted image"}`);
+  whole = { image, photos };
   ask(whole);
 }
 
@@ -96,14 +106,14 @@ byId("preview").addEventListener("load", () => {
 byId("preview").addEventListener("error", () => { byId("view").hidden = byId("crop").hidden = true; });
 for (const id of ["file", "photo"]) {
   byId(id).addEventListener("change", (event) => {
-    searchWithFile(event.target.files[0]);
+    searchWithFiles(event.target.files);
     event.target.value = ""; // the same file may be chosen again
   });
 }
 byId("form").addEventListener("submit", (event) => { event.preventDefault(); searchWithNumbers(); });
 document.addEventListener("paste", (event) => {
   const files = event.clipboardData.files;
-  if (files.length && !drop.hidden) { event.preventDefault(); searchWithFile(files[0]); }
+  if (files.length && !drop.hidden) { event.preventDefault(); searchWithFiles(files); }
 });
 for (const [kind, over] of [["dragenter", true], ["dragover", true], ["dragleave", false], ["drop", false]]) {
   document.addEventListener(kind, (event) => { event.preventDefault(); drop.classList.toggle("over", over); });
@@ -111,6 +121,6 @@ for (const [kind, over] of [["dragenter", true], ["dragover", true], ["dragleave
 document.addEventListener("drop", (event) => {
   const files = event.dataTransfer.files;
   if (drop.hidden) return;
-  if (files.length) searchWithFile(files[0]);
+  if (files.length) searchWithFiles(files);
   else show("Nothing that was dropped is a file. Drop an image file.", true);
 });

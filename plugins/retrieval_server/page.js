@@ -2,7 +2,6 @@
 
 // The answers: cards of items, in one list or in two side by side.
 
-const byId = (id) => document.getElementById(id);
 const TINY = 64; // pixels; smaller images are enlarged with sharp pixels instead of a blur
 const LISTS = ["results", "others"];
 
@@ -13,39 +12,12 @@ let newest = 0; // number of the newest request; responses to older ones are ign
 let shown = [[], []]; // items in the lists
 let severalIndexes = false;
 
-function element(tag, className, text) {
-  const node = document.createElement(tag);
-  if (className) node.className = className;
-  if (text !== undefined) node.textContent = text;
-  return node;
-}
-
 function buttonOf(className, text, key, act) {
   const button = element("button", className, text);
   button.type = "button";
   button.dataset.key = key;
   button.addEventListener("click", act);
   return button;
-}
-
-function show(sentence, isError) {
-  byId("error").hidden = !isError;
-  byId("error").textContent = isError ? sentence : "";
-  byId("status").textContent = isError ? "" : sentence;
-}
-
-async function call(path, request = {}) {
-  let response;
-  try {
-    response = await fetch(path, { ...request, headers: { ...request.headers, ...authorisation() } });
-  } catch {
-    throw new Error("The server cannot be reached. Is it still running?");
-  }
-  if (response.ok) return response;
-  const answer = await response.json().catch(() => ({}));
-  const fault = new Error(answer.detail || `The server answered with status ${response.status}.`);
-  fault.status = response.status;
-  throw fault;
 }
 
 function sharpen(image) {
@@ -168,6 +140,7 @@ function render(settled) {
       if (value) extend(place, value);
       tell(place, reason ? reason.message : counted(place, value.took_ms), Boolean(reason));
     });
+    showPhotos();
     showMarks();
     showCounts();
   });
@@ -224,6 +197,8 @@ async function open() {
   byId("drop").hidden = vectors;
   byId("numbers").hidden = !vectors;
   document.querySelector("h1").textContent = vectors ? "Vector search" : "Image search";
+  byId("file").multiple = Boolean(about.calibration);
+  byId("several").hidden = !about.calibration;
   offerFields(["label", ...(about.fields ?? []).filter((field) => field !== "label" && field !== "id")]);
   return true;
 }

@@ -17,6 +17,7 @@ HEALTH = ("/livez", "/readyz", "/metrics")
 
 _SCRIPTS = (
     "address",
+    "call",
     "duplicates",
     "edit",
     "filter",

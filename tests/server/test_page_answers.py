@@ -232,6 +232,78 @@ def test_the_query_is_identified_where_the_index_is_calibrated(
     assert page.locator("#who").is_hidden() and page.locator(".score").count() == 0
 
 
+DROP = """files => {
+  const transfer = new DataTransfer();
+  for (const [name, bytes] of files) {
+    transfer.items.add(new File([new Uint8Array(bytes)], name, { type: "image/png" }));
+  }
+  const options = { dataTransfer: transfer, bubbles: true, cancelable: true };
+  document.querySelector("#drop").dispatchEvent(new DragEvent("drop", options));
+}"""
+
+
+def identified(page, server, photos, least):
+    """Ask "Who is it?" and compare the verdict with that of a request; return its label."""
+    files = [("image", photo.read_bytes()) for photo in photos]
+    answer = server.client.post("/v1/identify", files=files, data={"far": str(least)}).json()
+    page.locator("#who").press("Enter")
+    page.wait_for_selector(".evidence")
+    assert page.locator("#verdict .name").inner_text() == (answer["label"] or "Unknown")
+    captions = page.locator(".evidence li").all_inner_texts()
+    assert captions == [f"{hit['label']} {hit['distance']:.4f}" for hit in answer["results"][:5]]
+    return answer["rate"]
+
+
+def test_several_photos_of_one_thing_get_one_verdict(page, digits, shared, index_path, photos, axe):
+    least = digits.client.get("/v1/index").json()["calibration"]["least_rate"]
+    threes = sorted((photos / "3").glob("*.png"))
+    page.goto(digits.url)
+    search(page, threes[0])
+    chips = page.locator("#photos .chip")
+    assert chips.count() == 0
+    alone = identified(page, digits, threes[:1], least)
+    page.set_input_files("#file", list(map(str, threes[:3])))
+    page.wait_for_selector("#photos .chip")
+    names = [f"{photo.name}: remove this photo" for photo in threes[:3]]
+    assert [chip.get_attribute("aria-label") for chip in chips.all()] == names
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#photos img')].every(image => image.naturalWidth)"
+    )
+    answered(page)
+    assert shows(page, results(digits, files={"image": threes[0].read_bytes()}))
+    assert identified(page, digits, threes[:3], least) != alone
+    for scheme, width in (("light", 1280), ("dark", 360)):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        page.set_viewport_size({"width": width, "height": 900})
+        report = axe.run(page)
+        assert report.violations_count == 0, report.generate_report()
+        assert fits(page)
+    chips.first.press("Enter")
+    page.wait_for_function("() => document.querySelectorAll('#photos .chip').length === 2")
+    answered(page)
+    assert shows(page, results(digits, files={"image": threes[1].read_bytes()}))
+    identified(page, digits, threes[1:3], least)
+    chips.first.press("Enter")
+    page.wait_for_function("() => !document.querySelector('#photos .chip')")
+    dropped = [threes[4], threes[3]]
+    page.evaluate(DROP, [[photo.name, list(photo.read_bytes())] for photo in dropped])
+    page.wait_for_selector("#photos .chip")
+    answered(page)
+    identified(page, digits, dropped, least)
+    page.set_input_files("#file", list(map(str, sorted(photos.rglob("*.png"))[:17])))
+    page.wait_for_selector("text=These are 17 files. Choose at most 16 photos, all of one thing.")
+    assert page.faults == []
+    # An index that is not calibrated searches with one.
+    page.goto(shared(index_path).url)
+    search(page, threes[0])
+    assert not page.evaluate("() => document.querySelector('#file').multiple")
+    page.evaluate(DROP, [[photo.name, list(photo.read_bytes())] for photo in threes[1:3]])
+    page.wait_for_function(
+        "name => document.querySelector('#preview').alt.includes(name)", arg=threes[1].name
+    )
+    assert page.locator("#several").is_hidden() and page.locator("#identity").is_hidden()
+
+
 def test_a_label_is_edited_in_place(page, served, living, photos, tmp_path):
     keys = tmp_path / "keys.jsonl"
     word, kept = new_key("editor", "write")
