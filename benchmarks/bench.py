@@ -64,6 +64,19 @@ def resume_arguments(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def icon_options(doc: str | None, quick: Callable[[], object]) -> argparse.Namespace:
+    """Return the arguments of a script that embeds icons; with --quick, run `quick` and exit."""
+    parser = resume_arguments(doc)
+    parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
+    parser.add_argument("--quick", action="store_true", help="see above")
+    options = parser.parse_args()
+    one_thread()
+    if options.quick:
+        quick()
+        raise SystemExit
+    return options
+
+
 def write(path: Path, text: str) -> None:
     """Replace a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -38,17 +38,7 @@ from retrieval.store.folder import create_local
 from scipy.stats import binom
 
 import pictures
-from bench import (
-    WORK,
-    Kept,
-    chosen,
-    decimals,
-    interval,
-    markdown,
-    one_thread,
-    page,
-    resume_arguments,
-)
+from bench import WORK, Kept, chosen, decimals, icon_options, interval, markdown, page
 
 SETS = ("digits", "fashion", "glyphs", "icons")
 ICONS = 300
@@ -513,14 +503,7 @@ def photos_of(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> Photos:
 
 
 def main() -> None:
-    parser = resume_arguments(__doc__)
-    parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
-    parser.add_argument("--quick", action="store_true", help="see above")
-    options = parser.parse_args()
-    one_thread()
-    if options.quick:
-        quick()
-        return
+    options = icon_options(__doc__, quick)
     import torch
 
     torch.set_num_threads(1)

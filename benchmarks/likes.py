@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from retrieval.index.answering import DISLIKE_SHARE
 
 import pictures
-from bench import Kept, chosen, decimals, interval, markdown, one_thread, page, resume_arguments
+from bench import Kept, chosen, decimals, icon_options, interval, markdown, page
 from identify import SETS, embedded
 
 HALVES = ("choose", "report")
@@ -217,14 +216,7 @@ def quick() -> None:
 
 
 def main() -> None:
-    parser = resume_arguments(__doc__)
-    parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
-    parser.add_argument("--quick", action="store_true", help="see above")
-    options = parser.parse_args()
-    one_thread()
-    if options.quick:
-        quick()
-        return
+    options = icon_options(__doc__, quick)
     kept = Kept("likes", options, ("set",))
     for (name,) in kept.missing((name,) for name in SETS):
         for row in list(measured(name, *embedded(name, options.icons), TRIALS)):

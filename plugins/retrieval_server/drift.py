@@ -43,10 +43,10 @@ class Drift:
     """
 
     def __init__(self, index: Index, labels: Mapping[str, str]) -> None:
-        known = known_distances(read_calibration(index))
+        distances = known_distances(read_calibration(index))
         buckets: Sequence[float] = _BUCKETS
-        if len(known):
-            rounded = {float(f"{bound:.3g}") for bound in np.quantile(known, _QUANTILES)}
+        if len(distances):
+            rounded = {float(f"{bound:.3g}") for bound in np.quantile(distances, _QUANTILES)}
             buckets = sorted(rounded)
         histogram = Histogram(
             "retrieval_index_nearest_distance",
@@ -74,17 +74,17 @@ class Drift:
             sha256: SHA-256 of the bundle of the index.
             calibration: calibration of the index.
         """
-        known = known_distances(calibration)
-        if not len(known):
+        expected = known_distances(calibration)
+        if not len(expected):
             return None
         latest = [distance for bundle, distance in self._latest.copy() if bundle == sha256]
         state: dict[str, Any] = {
             "searches": len(latest),
             "median": float(np.median(latest)) if latest else None,
-            "expected": float(np.median(known)),
+            "expected": float(np.median(expected)),
             "warning": None,
         }
-        limit = float(np.quantile(known, 1 - _EXPECTED_SHARE))
+        limit = float(np.quantile(expected, 1 - _EXPECTED_SHARE))
         share = float(np.mean(np.array(latest) > limit)) if latest else 0.0
         if len(latest) >= _LEAST_SEARCHES and share > _WARNING_SHARE:
             state["warning"] = (

@@ -54,11 +54,11 @@ def calibrate_command(path: IndexPlace, as_json: bool, **settings: Any) -> None:
     ]
     for rate in sorted({done.least_rate, *_RATES}):
         if rate >= done.least_rate:
-            known = done.known(rate)
-            rows.append({"far": rate, **known._asdict()})
+            shares = done.known(rate)
+            rows.append({"far": rate, **shares._asdict()})
             lines.append(
-                f"At {rate:.2g}, {known.unknown:.1%} of known photos are called unknown, and"
-                f" {known.wrong:.1%} get a wrong label."
+                f"At {rate:.2g}, {shares.unknown:.1%} of known photos are called unknown, and"
+                f" {shares.wrong:.1%} get a wrong label."
             )
     facts = {name: getattr(done, name) for name in ("classes", "items", "least_rate", "created")}
     tell(path, as_json, *lines, **facts, **settings, rates=rows)

@@ -643,7 +643,7 @@ TARGETS = options(
 )
 @JSON
 @DEVICE
-def evaluate_command(
+def golden_command(
     path: IndexPlace | None,
     golden: Path | None,
     metrics: tuple[str, ...],

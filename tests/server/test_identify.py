@@ -91,7 +91,7 @@ def test_the_rate_equals_the_formula(index, distinct):
     assert (calibration.classes, calibration.items, calibration.count) == (12, 47, 48)
     # The draws are told by the classes and distances, so find each probe's row by its distances.
     rows = [n for n, label in enumerate(labels) if label]
-    kept = [vectors[n] for n in rows], [labels[n] for n in rows]
+    labelled = [vectors[n] for n in rows], [labels[n] for n in rows]
     events = [bursts[n] if distinct else None for n in rows]
     draws = []
     for names, others in zip(calibration.labels, calibration.to_other, strict=True):
@@ -99,12 +99,12 @@ def test_the_rate_equals_the_formula(index, distinct):
         for name, other in zip(names, others, strict=True):
             scores = {
                 row: min(
-                    distance(kept[0][row], kept[0][n])
+                    distance(labelled[0][row], labelled[0][n])
                     for n in range(len(rows))
-                    if kept[1][n] != name and (events[row] is None or events[n] != events[row])
+                    if labelled[1][n] != name and (events[row] is None or events[n] != events[row])
                 )
                 for row in range(len(rows))
-                if kept[1][row] == name
+                if labelled[1][row] == name
             }
             row = min(scores, key=lambda row: abs(scores[row] - other))
             assert scores[row] == pytest.approx(other, abs=1e-9)
@@ -112,9 +112,9 @@ def test_the_rate_equals_the_formula(index, distinct):
         draws.append(draw)
     for query in rng.normal(size=(20, 16)).astype(np.float32):
         verdict = index.identify(query, 0.3)
-        expected = rate_by_loops(query, *kept, events, draws)
+        expected = rate_by_loops(query, *labelled, events, draws)
         assert verdict.rate == expected
-        label = min(zip(*kept, strict=True), key=lambda entry: distance(query, entry[0]))[1]
+        label = min(zip(*labelled, strict=True), key=lambda entry: distance(query, entry[0]))[1]
         assert verdict.label == (label if expected <= 0.3 else None)
         assert verdict.hits[0].label == label
 
