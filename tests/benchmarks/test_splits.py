@@ -29,3 +29,16 @@ def test_each_seed_gives_another_split():
         tuple(sorted(daml_real.divided("digits", y, seed)[1].tolist())) for seed in daml_real.SEEDS
     }
     assert len(searched) == len(daml_real.SEEDS)
+
+
+def test_settings_are_chosen_by_the_metric_whose_gains_are_shown():
+    import daml_real
+
+    best = daml_real.CANDIDATES[3]
+    rows = [
+        {"set": "vehicle", "method": "one metric", "choice": list(choice), "seed": seed}
+        | {"recall_at_1": 1 - number / 100, "map_at_r": 0.9 if choice == best else 0.5}
+        for seed in daml_real.CHOOSING_SEEDS
+        for number, choice in enumerate(daml_real.CANDIDATES)
+    ]
+    assert daml_real.Runs(rows).chosen("vehicle", "one metric") == best
