@@ -25,6 +25,9 @@ from retrieval.run.folder import (
     refuse_other_objects,
 )
 
+ClassSums = tuple[list[float], list[int]]
+"""A metric's sum over the queries of each class, and the number of queries in each."""
+
 
 @dataclass
 class Position:
@@ -50,6 +53,10 @@ class Position:
     """The best value among the epochs before the backbone was first trained."""
     with_trained: float | None = None
     """The best value among the epochs since the backbone was first trained."""
+    kept: str = "start"
+    """Which of `start`, `with_frozen` and `with_trained` is `best`."""
+    by_class: dict[str, ClassSums] = field(default_factory=dict)
+    """The sums of which each of these three values is made."""
     best_metrics: dict[str, float] = field(default_factory=dict)
     """All validation metrics of the best epoch."""
     stale: int = 0

@@ -75,7 +75,7 @@ def fit_learner(
     run.plugins.notify("retrieval_run_start", run=run)
     metrics: dict[str, float] = {}
     if len(splits.validation):
-        metrics = validate(run, features, True, lambda line: report(f"warning: {line}"))
+        metrics, _ = validate(run, features, True, lambda line: report(f"warning: {line}"))
     checkpoint_format.save(
         run.best,
         {"model": model.state_dict(), "learner": fitted_state(learner), "metrics": metrics},

@@ -12,9 +12,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -35,7 +37,8 @@ from retrieval.recipe.tables import Train
 from retrieval.run.build import Objective
 from retrieval.run.checkpoint_format import python_random_kept
 from retrieval.run.open import Run
-from retrieval.run.resume import Position, ResumePoint, changes, standing
+from retrieval.run.resume import ClassSums, Position, ResumePoint, changes, standing
+from retrieval.training.comparison.statistics import difference_over_classes
 
 log = logging.getLogger(__name__)
 
@@ -260,8 +263,10 @@ def validate(
     warn: Callable[[str], None],
     raw: RawInputs | None = None,
     model: Model | None = None,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], ClassSums]:
     """Return the recipe's metrics, the monitored metric and MAP@R on the validation part.
+
+    The monitored metric's sums over classes come with them.
 
     Every validation item is a query against the others. A metric that is NaN or infinite for a
     query is left out.
@@ -307,7 +312,11 @@ def validate(
             measured[name] = value
         else:
             warn(f"the metric {name} gave NaN or infinite values, so it was not measured.")
-    return measured
+    monitored = evaluation.per_query[Monitor(recipe).name]
+    answered = ~np.isnan(monitored)
+    _, classes = np.unique(run.splits.labels[indices][answered], return_inverse=True)
+    sums = np.bincount(classes, monitored[answered])
+    return measured, (sums.tolist(), np.bincount(classes).tolist())
 
 
 _FEW_CLASSES = 5
@@ -316,6 +325,34 @@ _FEW_CLASSES = 5
 An epoch that beats the start on so few classes may be worse on other classes
 (benchmarks/recipes.py, digits).
 """
+
+
+_SENTENCES = {
+    "better": "{what} ({value:.4f}) beat {other} ({reference:.4f}) by {apart}.",
+    "worse": "{what} ({value:.4f}) is worse than {other} ({reference:.4f}) by {apart}.",
+    "undecided": "{what} ({value:.4f}) and {other} ({reference:.4f}) differ by {apart}: undecided.",
+}
+"""What the last lines of a training say of each verdict."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the best epoch of one kind compares with that of another.
+
+    Attributes:
+        epochs: field of `Position` with the value, "with_frozen" or "with_trained".
+        against: field of `Position` with the value that is subtracted.
+        difference: difference of the two values.
+        half: half the width of its 95 % interval over classes; `None` for a single class.
+        verdict: "better" or "worse" if the interval excludes 0, otherwise "undecided". The interval
+            does not cover that both are the best of several epochs.
+    """
+
+    epochs: str
+    against: str
+    difference: float
+    half: float | None
+    verdict: str
 
 
 class Monitor:
@@ -339,7 +376,37 @@ class Monitor:
             return value > other
         return value < other
 
-    def verdict(self, progress: Position, suggests_frozen: bool, classes: int) -> list[str]:
+    def verdicts(self, progress: Position) -> list[Verdict]:
+        """Return how the trained epochs compare with the start, and the backbone's with the head's.
+
+        A run that was resumed from a checkpoint without sums over classes has no verdicts.
+        """
+        epochs = progress.kept
+        if epochs == "start":
+            epochs = "with_frozen"
+            if progress.with_trained is not None:
+                epochs = "with_trained"
+        pairs = [(epochs, "start"), ("with_trained", "with_frozen")]
+        sums = progress.by_class
+        return [
+            self._verdict(epochs, against, sums[epochs], sums[against])
+            for epochs, against in pairs
+            if epochs in sums and against in sums
+        ]
+
+    def _verdict(self, epochs: str, against: str, of: ClassSums, reference: ClassSums) -> Verdict:
+        difference = difference_over_classes(of[0], reference[0], of[1])
+        verdict = "undecided"
+        if abs(difference.value) > difference.half:
+            verdict = "worse"
+            if self.better(difference.value, 0.0):
+                verdict = "better"
+        half = None
+        if math.isfinite(difference.half):
+            half = difference.half
+        return Verdict(epochs, against, difference.value, half, verdict)
+
+    def sentences(self, progress: Position, suggests_frozen: bool, classes: int) -> list[str]:
         """Return sentences that say which epoch was kept, and whether training was worth it.
 
         Args:
@@ -349,28 +416,31 @@ class Monitor:
             classes: number of validation classes.
         """
         best = progress.best
-        start = progress.start
         assert best is not None
         kept_epoch = "the start (epoch 0)"
         if progress.best_epoch:
             kept_epoch = f"epoch {progress.best_epoch}"
         lines = [f"Kept: {kept_epoch}, validation {self.name} {best:.4f}."]
-        if start is not None and progress.best_epoch:
-            lines.append(f"Training beat the start ({start:.4f}).")
-        elif start is not None:
-            lines.append("No epoch beat the start: the run keeps its initial weights.")
-        frozen = progress.with_frozen
-        trained = progress.with_trained
-        if frozen is not None and trained is not None:
-            if self.better(trained, frozen):
-                verb = "beat"
-            else:
-                verb = "did not beat"
-            lines.append(
-                f"Training the backbone ({trained:.4f}) {verb} the frozen backbone with a trained"
-                f" head ({frozen:.4f})."
+        if progress.start is not None and not progress.best_epoch:
+            lines.append("No epoch has a better value: the run keeps its initial weights.")
+        for verdict in self.verdicts(progress):
+            what = "Training"
+            other = "the start"
+            if verdict.against == "with_frozen":
+                what = "Training the backbone"
+                other = "the frozen backbone with a trained head"
+            apart = f"{abs(verdict.difference):.4f} (one class, so no interval)"
+            if verdict.half is not None:
+                apart = f"{abs(verdict.difference):.4f} ± {verdict.half:.4f} (95 % over classes)"
+            sentence = _SENTENCES[verdict.verdict].format(
+                what=what,
+                value=getattr(progress, verdict.epochs),
+                other=other,
+                reference=getattr(progress, verdict.against),
+                apart=apart,
             )
-        elif suggests_frozen:
+            lines.append(sentence)
+        if suggests_frozen:
             lines.append(
                 "The frozen backbone with a trained head was not measured. To measure it, begin"
                 ' with a [[phase]] that sets train = ["head", "loss"]. If that phase gives the best'
@@ -383,12 +453,25 @@ class Monitor:
             )
         return lines
 
-    def note(self, progress: Position, validation: dict[str, Any], trains_backbone: bool) -> bool:
-        """Record an epoch's validation metrics in `progress`; return whether it is the best so far.
+    def note(
+        self,
+        progress: Position,
+        validation: dict[str, Any],
+        trains_backbone: bool,
+        by_class: ClassSums | None = None,
+    ) -> bool:
+        """Record an epoch's validation metrics in `progress`; return whether the run keeps it.
 
-        An epoch whose monitored metric was not measured is never the best, and does not count for
-        `[train] patience`. `trains_backbone` says whether this phase or an earlier phase trains the
-        backbone.
+        The run keeps the best epoch. The first epoch that trains the backbone replaces one with a
+        trained head unless it is worse by more than chance (`Verdict`): validation cannot tell them
+        apart, and the later phase has learned more. An epoch whose monitored metric was not
+        measured is never kept, and does not count for `[train] patience`.
+
+        Args:
+            progress: progress of the run.
+            validation: the epoch's metrics.
+            trains_backbone: whether this phase or an earlier phase trains the backbone.
+            by_class: the monitored metric's sums over classes.
         """
         # a run that never measures its metric still reports the others of its last epoch
         if progress.best is None:
@@ -396,19 +479,27 @@ class Monitor:
         if self.name not in validation:
             return False
         value = float(validation[self.name])
+        field = "with_frozen"
         if trains_backbone:
             field = "with_trained"
-        else:
-            field = "with_frozen"
         # no step has been taken: these are the initial weights, which count as neither
         if progress.start is None and progress.total == 0:
-            progress.start = value
-        elif self.better(value, getattr(progress, field)):
+            field = "start"
+        best_of_field = self.better(value, getattr(progress, field))
+        if best_of_field:
             setattr(progress, field, value)
-        if not self.better(value, progress.best):
+            if by_class is not None:
+                progress.by_class[field] = by_class
+        keeps = self.better(value, progress.best)
+        frozen = progress.by_class.get("with_frozen")
+        if field == "with_trained" and progress.kept == "with_frozen" and frozen and by_class:
+            verdict = self._verdict(field, "with_frozen", by_class, frozen)
+            keeps = best_of_field and verdict.verdict != "worse"
+        if not keeps:
             progress.stale += 1
             return False
         progress.best = value
+        progress.kept = field
         progress.stale = 0
         progress.best_metrics = dict(validation)
         return True

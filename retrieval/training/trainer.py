@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from retrieval.run.folder import (
 )
 from retrieval.run.lora import merge, without_additions
 from retrieval.run.open import Run, begin_folder, build_run
-from retrieval.run.resume import Position, ResumePoint
+from retrieval.run.resume import ClassSums, Position, ResumePoint
 from retrieval.training.build_optimizers import Average
 from retrieval.training.check import look_ahead
 from retrieval.training.checkpoints import restore_checkpoint, save_checkpoint
@@ -233,7 +234,9 @@ class Trainer:
             raise KeyboardInterrupt  # a step may take long, or hang
         self._stop.set()
 
-    def _validate(self, epoch: int, warn: Callable[[str], None]) -> dict[str, float]:
+    def _validate(
+        self, epoch: int, warn: Callable[[str], None]
+    ) -> tuple[dict[str, float], ClassSums]:
         return validate(
             self.run,
             self.dataset,
@@ -245,8 +248,8 @@ class Trainer:
 
     def _validate_start(self) -> None:
         """Validate the initial weights as epoch 0, the first candidate for the best."""
-        validation = self._validate(0, lambda line: self.report(f"warning: {line}"))
-        improved = self.monitor.note(self.progress, validation, trains_backbone=False)
+        validation, by_class = self._validate(0, lambda line: self.report(f"warning: {line}"))
+        improved = self.monitor.note(self.progress, validation, False, by_class)
         if improved and self.main:
             self._save_best()
         self.report(f"epoch 0 (the start): {self._main_metrics(validation)}")
@@ -388,13 +391,13 @@ class Trainer:
         warnings: list[str] = []
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
-            validation = self._validate(progress.epoch + 1, warnings.append)
+            validation, by_class = self._validate(progress.epoch + 1, warnings.append)
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
             phases = self.recipe.phases[: progress.phase + 1]
             trains_backbone = any("backbone" in phase.train for phase in phases)
             if self.recipe.backbone.frozen:
                 trains_backbone = False
-            improved = self.monitor.note(progress, validation, trains_backbone)
+            improved = self.monitor.note(progress, validation, trains_backbone, by_class)
             if improved:
                 progress.best_epoch = progress.epoch + 1
         self.step.end_epoch(validation.get(self.monitor.name))
@@ -468,13 +471,14 @@ class Trainer:
                 "start": progress.start,
                 "with_frozen": progress.with_frozen,
                 "with_trained": progress.with_trained,
+                "verdicts": [asdict(verdict) for verdict in self.monitor.verdicts(progress)],
                 "epochs": progress.epoch,
                 "steps": progress.total,
             }
             if progress.best is not None:
                 splits = self.run.splits
                 classes = len(np.unique(splits.labels[splits.validation]))
-                for line in self.monitor.verdict(progress, self._suggests_frozen(), classes):
+                for line in self.monitor.sentences(progress, self._suggests_frozen(), classes):
                     self.report(line)
             elif self.validates:
                 self.report(

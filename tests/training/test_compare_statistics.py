@@ -18,6 +18,7 @@ from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.statistics import (
     compare_pairs,
     conclusion,
+    difference_over_classes,
     difference_sentences,
     holm,
     mean_of,
@@ -192,6 +193,36 @@ def test_the_blocks_of_several_splits_are_the_splits():
     assert "The interval covers splits and seeds" in comparison.notes[0]
     assert "over splits and seeds" in markdown(comparison)
     assert "over seeds only" in markdown(result({"a": A, "b": B}))
+
+
+def test_a_mean_over_queries_has_its_spread_over_classes():
+    random = np.random.default_rng(0)
+    sizes = random.integers(2, 30, 12)
+    labels = np.repeat(np.arange(12), sizes)
+    of_class = random.normal(0, 0.3, 12)[labels]
+    first = random.random(len(labels)) + of_class
+    second = random.random(len(labels))
+    sums, reference = (np.bincount(labels, values).tolist() for values in (first, second))
+    found = difference_over_classes(sums, reference, sizes.tolist())
+    # the cluster-robust variance of a mean, item by item
+    mean = np.mean(first - second)
+    squares = 0.0
+    for label in range(12):
+        squares += sum((first - second - mean)[labels == label]) ** 2
+    error = np.sqrt(squares * 12 / 11) / len(labels)
+    assert found.value == pytest.approx(mean)
+    assert found.half == pytest.approx(stats.t.ppf(0.975, 11) * error)
+
+
+def test_an_interval_over_classes_is_exceeded_by_chance_in_one_of_twenty():
+    random = np.random.default_rng(0)
+    beyond = 0
+    for _ in range(2000):
+        sizes = random.integers(5, 30, 10)
+        sums = sizes * random.normal(0, 1, 10)
+        found = difference_over_classes(sums.tolist(), [0.0] * 10, sizes.tolist())
+        beyond += abs(found.value) > found.half
+    assert 0.03 < beyond / 2000 < 0.08
 
 
 def test_one_recipe_is_a_comparison_too():

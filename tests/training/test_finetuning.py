@@ -9,19 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import RecipeError
 from retrieval.export.export_run import export
 from retrieval.host.plugins import create
-from retrieval.recipe.read import Recipe, read_recipe
+from retrieval.recipe.read import Recipe, check_recipe, read_recipe
 from retrieval.run import checkpoint_format
 from retrieval.run.open import Run, build_run
+from retrieval.run.resume import Position
 from retrieval.training.build_optimizers import exempt_names, stages
 from retrieval.training.check import run_one_batch
-from retrieval.training.process import make_accelerator
+from retrieval.training.process import Monitor, make_accelerator
 from retrieval.training.step import Step
 from retrieval.training.trainer import train_run
+from scipy import stats
 from trained_weights import (
+    SMALL,
     STILL,
     fit,
     load,
@@ -174,7 +178,7 @@ def test_the_start_is_kept_if_training_makes_it_worse(make, tmp_path):
     assert result["validation"]["map_at_r"] == result["start"] > result["with_trained"]
     assert not moved(weights(run.path, "best"), start(tmp_path / "again", recipe))
     assert lines[0].startswith("epoch 0 (the start): validation_recall_at_1 0.")
-    assert any("No epoch beat the start: the run keeps its initial" in line for line in lines)
+    assert any("No epoch has a better value: the run keeps its initial" in line for line in lines)
     assert not any(line["best"] for line in log(run.path))
     assert not lines[-1].startswith("Only")
 
@@ -192,10 +196,82 @@ def test_the_verdict_says_whether_the_trained_backbone_beat_the_frozen_one(make,
     scores = [line["validation_map_at_r"] for line in log(run.path)]
     assert result["with_frozen"] == max(scores[:2])
     assert result["with_trained"] == max(scores[2:])
-    verb = "beat" if result["with_trained"] > result["with_frozen"] else "did not beat"
-    assert any(f"{verb} the frozen backbone with a trained head" in line for line in lines)
+    over_start, over_frozen = result["verdicts"]
+    assert (over_start["against"], over_frozen["against"]) == ("start", "with_frozen")
+    apart = result["with_trained"] - result["with_frozen"]
+    assert over_frozen["difference"] == pytest.approx(apart)
+    outside = abs(apart) > over_frozen["half"]
+    assert (over_frozen["verdict"] == "undecided") != outside
+    (line,) = [line for line in lines if "the frozen backbone with a trained head (" in line]
+    assert f"{abs(apart):.4f} ± {over_frozen['half']:.4f} (95 % over classes)" in line
     frozen = log(fit(tmp_path, make(**{**PLAIN, **FROZEN}, train={"epochs": 2}), "frozen"))
     assert [line["validation_map_at_r"] for line in frozen] == scores[:2]
+
+
+CLASSES = np.linspace(0.2, 0.8, 8)
+"""Means of a frozen backbone on eight classes of ten queries."""
+
+
+def judged(monitor: Monitor, trained: NDArray[np.float64]) -> tuple[Position, list[str]]:
+    """Progress and last lines after a start, a head and a net with these means over classes."""
+    progress = Position()
+    for total, values in enumerate((CLASSES - 0.15, CLASSES, trained)):
+        progress.total = total
+        sums = ((10 * values).tolist(), [10] * 8)
+        validation = {monitor.name: float(values.mean())}
+        if monitor.note(progress, validation, total == 2, sums):
+            progress.best_epoch = total
+    return progress, monitor.sentences(progress, False, 8)
+
+
+@pytest.mark.parametrize("larger", [True, False])
+@pytest.mark.parametrize(
+    ("shift", "spread", "verdict", "kept"),
+    [
+        (-0.001, 0.02, "undecided", 2),
+        (0.001, 0.02, "undecided", 2),
+        (-0.05, 0.02, "worse", 1),
+        (0.05, 0.02, "better", 2),
+    ],
+)
+def test_a_difference_within_its_spread_over_classes_is_undecided(
+    shift, spread, verdict, kept, larger
+):
+    monitor = Monitor(check_recipe(SMALL))
+    monitor.larger = larger
+    if not larger:
+        shift = -shift
+    trained = CLASSES + shift + spread * np.resize([-1, 1], 8)
+    progress, lines = judged(monitor, trained)
+    found = monitor.verdicts(progress)[-1]
+    interval = stats.ttest_rel(trained, CLASSES).confidence_interval(0.95)
+    assert found.difference == pytest.approx(shift)
+    assert found.half == pytest.approx((interval.high - interval.low) / 2)
+    assert found.verdict == verdict
+    if larger:
+        assert progress.best_epoch == kept
+        assert lines[0].startswith(f"Kept: epoch {kept}, ")
+        words = {"undecided": "differ by", "worse": "is worse than", "better": "beat"}[verdict]
+        assert words in lines[2] and lines[2].endswith("undecided.") == (verdict == "undecided")
+
+
+def test_one_class_decides_nothing():
+    monitor = Monitor(check_recipe(SMALL))
+    progress = Position()
+    for total, value in enumerate((0.1, 0.9)):
+        progress.total = total
+        if monitor.note(progress, {"map_at_r": value}, True, ([10 * value], [10])):
+            progress.best_epoch = total
+    (verdict,) = monitor.verdicts(progress)
+    assert verdict.verdict == "undecided" and verdict.half is None
+    assert "(one class, so no interval)" in monitor.sentences(progress, False, 1)[1]
+
+
+def test_an_earlier_version_s_checkpoint_has_no_verdict():
+    monitor = Monitor(check_recipe(SMALL))
+    progress = Position(best=0.5, best_epoch=1, start=0.4, with_frozen=0.5, total=9)
+    assert not monitor.note(progress, {"map_at_r": 0.4}, True, ([4.0], [10]))
+    assert not monitor.verdicts(progress) and len(monitor.sentences(progress, False, 9)) == 1
 
 
 def test_a_metric_whose_smaller_values_are_better_is_monitored(tmp_path, make):

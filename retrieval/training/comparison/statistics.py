@@ -109,6 +109,34 @@ def mean_of(values: Sequence[float]) -> Mean:
     return Mean(float(np.mean(values)), float(half))
 
 
+def difference_over_classes(
+    sums: Sequence[float], reference: Sequence[float], counts: Sequence[int]
+) -> Mean:
+    """Return the difference of two means over the same queries, and its interval over classes.
+
+    The queries of a class are not independent, so classes are the unit, as clusters of unequal
+    size: the mean over queries is the ratio of two sums over classes, and its variance is that of
+    a ratio (Cochran, Sampling Techniques, 1977, §2.11). Student's t has one degree of freedom less
+    than there are classes. With classes of one size this is the paired t test over classes. One
+    class has an infinite interval.
+
+    Args:
+        sums: the first metric's sum over the queries of each class (C,).
+        reference: the same of the metric that is subtracted.
+        counts: number of queries of each class (C,).
+    """
+    apart = np.subtract(sums, reference)
+    sizes = np.asarray(counts, np.float64)
+    mean = apart.sum() / sizes.sum()
+    classes = len(sizes)
+    if classes < 2:
+        return Mean(float(mean), np.inf)
+    squares = np.square(apart - mean * sizes).sum()
+    error = np.sqrt(squares * classes / (classes - 1)) / sizes.sum()
+    half = stats.t.ppf(1 - LEVEL / 2, classes - 1) * error
+    return Mean(float(mean), float(half))
+
+
 def holm(values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return p values after Holm's step-down correction, and the levels at which they are tested.
 
