@@ -206,20 +206,19 @@ class Trainer:
                 checkpoint remains.
         """
         self.run.plugins.notify("retrieval_run_start", run=self.run)
-        total = sum(phase.epochs for phase in self.recipe.phases) * len(self.batches)
-        meter = Meter("training", total, "batches", done=self.progress.total, show=self.main)
         for note in self.run.splits.notes:
             self.report(f"note: {note}")
         for warning in self.warnings:
             self.report(f"warning: {warning}")
-        with closing(self), signals(self._signalled), repeating(self.recipe.train), meter:
+        with closing(self), signals(self._signalled), repeating(self.recipe.train):
             if self.progress.total == 0:
                 if self.validates and self.progress.start is None:
                     self._validate_start()
                 self._begin_phase()
             while self.progress.phase < len(self.recipe.phases):
-                while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
-                    self._end_epoch(self._epoch(meter))
+                with self._meter() as meter:
+                    while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
+                        self._end_epoch(self._epoch(meter))
                 self.progress.phase += 1
                 self.progress.phase_epoch = self.progress.stale = 0
                 if self.progress.phase < len(self.recipe.phases):
@@ -227,6 +226,16 @@ class Trainer:
                     self._enter_phase()
                     self._begin_phase()
         return self._finish()
+
+    def _meter(self) -> Meter:
+        """Return a meter of the phase: phases take so different times that one rate misleads."""
+        phases = len(self.recipe.phases)
+        what = "training"
+        if phases > 1:
+            what = f"training, phase {self.progress.phase + 1} of {phases}"
+        batches = len(self.batches)
+        done = self.progress.phase_epoch * batches + self.progress.step
+        return Meter(what, self.phase.epochs * batches, "batches", done=done, show=self.main)
 
     def _signalled(self, number: int, frame: Any) -> None:
         """Handle a signal: stop after the current step, or at once if it is the second signal."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from retrieval.base import progress
 from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.errors import DataError, RecipeError
@@ -15,7 +17,7 @@ from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run
 from retrieval.training.check import run_one_batch
 from retrieval.training.step import Losses, Step
-from retrieval.training.trainer import train_run
+from retrieval.training.trainer import Trainer, train_run
 from trained_weights import (
     GENERATOR,
     STILL,
@@ -224,3 +226,30 @@ def test_two_processes_that_torch_starts_train_as_one(make, process, tmp_path):
     assert outcome.out.count("epoch 1:") == outcome.out.count("Trained ") == 1
     assert moved(start(tmp_path, recipe), weights(tmp_path / "two"))
     assert apart(fit(tmp_path, recipe, "one"), tmp_path / "two") < 1e-4
+
+
+def test_the_time_that_is_left_is_the_phase_s_own(make, tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    train = Trainer._train_batch
+    seconds = {"head": 5.0, "whole": 60.0}
+
+    def timed(trainer: Trainer, *batch: Any) -> Any:
+        now[0] += seconds[trainer.phase.name]
+        return train(trainer, *batch)
+
+    monkeypatch.setattr(Trainer, "_train_batch", timed)
+    phases = [
+        {"name": "head", "epochs": 2, "train": ["head", "loss"]},
+        {"name": "whole", "epochs": 2},
+    ]
+    sampler = {"classes": 4, "items": 4, "batches": 4}
+    fit(tmp_path, make(phase=phases, sampler=sampler))
+    lines = [line for line in capsys.readouterr().err.splitlines() if " left" in line]
+    assert len(lines) == 12
+    for number, line in enumerate(lines):
+        head = number < 4
+        done = 2 * number + 2 if head else number - 3
+        left = (8 - done) * (5 if head else 60)
+        assert line.startswith(f"training, phase {1 if head else 2} of 2: {done} of 8 batches")
+        assert f" {left // 60:02}:{left % 60:02} left" in line
