@@ -334,7 +334,7 @@ def summary(sets: Kept) -> str:
 def agreed(row: Contestant) -> float:
     """Return the mean rank correlation of the folds over the splits."""
     folds = [agreement(search.trials) for search in row.searches]
-    return float(np.mean([fold[0] for fold in folds if fold]))
+    return float(np.mean([fold.rho for fold in folds if fold]))
 
 
 def rankings(raw: Kept) -> str:

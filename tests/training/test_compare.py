@@ -35,7 +35,7 @@ from retrieval.run.open import Run
 from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import ComparisonJob, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import ComparisonPlan
-from retrieval.training.comparison.tuning import Proposals, Trial, Tuning, tune
+from retrieval.training.comparison.tuning import Proposals, Trial, Tuning, range_edges, tune
 from retrieval.training.comparison.workers import OnCluster, Processes
 from scipy.stats import kstest
 
@@ -367,15 +367,32 @@ def test_a_search_finds_an_optimum():
         assert best > -0.02, "a margin within a seventh of a decade of .05, and kind b"
 
 
-def test_an_optimum_at_the_edge_of_the_tried_values_is_noted():
-    def notes(*margins: float, best: float) -> list[str]:
-        trials = [Trial({"loss.margin": margin, "loss.kind": "a"}, 0.5) for margin in margins]
-        return Tuning({"loss.margin": best, "loss.kind": "a"}, trials).notes("arc")
+def test_only_an_optimum_at_the_edge_of_its_range_asks_for_a_wider_range():
+    declared = {
+        "loss.margin": Range(low=0.1, high=1.1),
+        "optimizer.lr": Range(low=1e-4, high=1e-2, log=True),
+        "loss.n": Range(low=1, high=9),
+        "loss.kind": Range(choices=["a", "b"]),
+    }
+    edges = range_edges(declared)
+    assert edges["loss.margin"] == pytest.approx((0.15, 1.05))
+    assert edges["optimizer.lr"] == pytest.approx((10**-3.9, 10**-2.1))
+    assert set(edges) == {"loss.margin", "optimizer.lr", "loss.n"}
 
-    assert notes(0.1, 0.2, 0.3, best=0.2) == [] and notes(0.1, 0.2, best=0.2) == []
-    (low,), (high,) = notes(0.1, 0.2, 0.3, best=0.1), notes(0.1, 0.2, 0.3, best=0.3)
-    assert low == "arc was best at the lowest loss.margin tried, 0.1: widen its range."
-    assert "highest loss.margin tried, 0.3" in high
+    def notes(key: str, *tried: float, best: float) -> list[str]:
+        trials = [Trial({key: value, "loss.kind": "a"}, 0.5) for value in tried]
+        return Tuning({key: best, "loss.kind": "a"}, trials, edges=edges).notes("arc")
+
+    margin = "loss.margin"
+    assert not notes(margin, 0.1, 0.2, 0.3, best=0.2) and not notes(margin, 0.1, 0.2, best=0.2)
+    (low,), (high,) = (notes(margin, 0.12, 0.2, 0.3, best=best) for best in (0.12, 0.3))
+    assert low == "arc was best at the lowest loss.margin tried, 0.12: widen its range."
+    assert high == "arc was best at the highest loss.margin tried, 0.3: use more trials."
+    assert "widen" in notes(margin, 0.2, 0.3, 1.06, best=1.06)[0]
+    assert "widen" in notes("optimizer.lr", 1e-4, 1e-3, 9e-3, best=9e-3)[0]
+    assert "more trials" in notes("optimizer.lr", 1e-4, 1e-3, 6e-3, best=6e-3)[0]
+    assert "widen" in notes("loss.n", 1, 4, 5, best=1)[0]
+    assert "more trials" in notes("loss.n", 2, 4, 5, best=2)[0]
 
 
 def test_each_random_split_has_a_search(write, tmp_path, monkeypatch):

@@ -232,31 +232,81 @@ def test_one_recipe_is_a_comparison_too():
     assert "What can be said" not in html_page(alone)
 
 
+def searched(scores: Any, repeats: int = 1) -> Tuning:
+    """A search with these scores (trials, folds) and the trials' numbers as margins."""
+    trials = [
+        Trial({"loss.margin": float(number)}, float(np.mean(row)), np.asarray(row).tolist())
+        for number, row in enumerate(scores)
+    ]
+    best = max(trials, key=lambda trial: trial.score or 0)
+    return Tuning(best.values, trials, repeats)
+
+
 def test_a_search_whose_folds_do_not_agree_says_so():
     random = np.random.default_rng(1)
     quality = np.linspace(0.1, 0.9, 20)[:, None]
-
-    def searched(scores: Any) -> Tuning:
-        trials = [
-            Trial({"loss.margin": float(place)}, float(np.mean(row)), row.tolist())
-            for place, row in enumerate(scores)
-        ]
-        return Tuning(max(trials, key=lambda trial: trial.score or 0).values, trials)
-
     noise = searched(random.random((20, 4)))
     signal = searched(quality + 0.05 * random.random((20, 4)))
     ranks = [stats.rankdata([t.folds[k] for t in noise.trials]) for k in range(4)]
     by_pairs = np.mean([stats.pearsonr(a, b)[0] for a, b in combinations(ranks, 2)])
     folds = agreement(noise.trials)
-    assert folds[0] == pytest.approx(by_pairs) and not folds[1]
-    assert "could not tell trials apart" in noise.notes("a")[0] and len(noise.notes("a")) == 1
-    assert "the folds agree" in signal.notes("a")[0]
-    assert "highest loss.margin tried, 19: widen its range" in signal.notes("a")[1]
+    assert folds.rho == pytest.approx(by_pairs)
+    # the mean rank correlation orders as Friedman's statistic does
+    friedman = stats.friedmanchisquare(*[trial.folds for trial in noise.trials]).pvalue
+    assert folds.p == pytest.approx(friedman, abs=0.03)
+    (line,) = noise.notes("a")
+    assert "the folds agree no better than chance" in line and "not tell trials apart" in line
+    assert signal.notes("a")[0].startswith("a: the folds agree (ρ = ")
+    assert "highest loss.margin tried, 19: use more trials" in signal.notes("a")[1]
     assert agreement(signal.trials[:2]) is None
     table = result({"a": A, "b": B}, trials=20)
     table.contestants[1].searches.append(noise)
-    assert "the folds do not agree" in markdown(table)
-    assert table.as_dict()["contestants"][1]["searches"][0]["agreement"] == pytest.approx(by_pairs)
+    assert "the folds agree no better than chance" in markdown(table)
+    entry = table.as_dict()["contestants"][1]["searches"][0]["agreement"]
+    assert entry == {"rho": pytest.approx(by_pairs), "p": folds.p}
+
+
+@pytest.mark.parametrize(("order", "p"), [([0, 1, 2, 3], 1 / 24), ([1, 0, 2, 3], 4 / 24)])
+def test_the_test_of_agreement_counts_all_orders(order, p):
+    # of 24 orders one has a correlation of 1, and three have .8
+    folds = agreement(searched(np.transpose([[0.1, 0.2, 0.3, 0.4], order])).trials)
+    assert folds.p == pytest.approx(p, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shape", "repeats", "enough"),
+    [((3, 2), 1, False), ((4, 2), 1, True), ((3, 3), 1, True), ((4, 4), 2, False)],
+)
+def test_too_few_trials_to_tell_are_said(shape, repeats, enough):
+    tuning = searched(np.linspace(0, 1, shape[0])[:, None] + np.zeros(shape), repeats)
+    if enough:
+        assert tuning.notes("a")[0].startswith("a: the folds agree (ρ = 1.00, p = .0")
+    else:
+        (line,) = tuning.notes("a")
+        assert "so few trials and folds cannot tell" in line
+
+
+@pytest.mark.parametrize(("trials", "folds"), [(4, 2), (3, 3), (20, 4)])
+def test_the_folds_of_noise_agree_in_at_most_one_of_twenty_searches(trials, folds):
+    random = np.random.default_rng(0)
+    found = [agreement(searched(random.random((trials, folds))).trials) for _ in range(200)]
+    agreed = sum(fold.p <= 0.05 for fold in found)
+    # 10 expected at most, with a standard deviation of 3.1
+    assert agreed <= 18
+
+
+def test_repeated_folds_of_noise_do_not_agree_because_they_share_items():
+    random = np.random.default_rng(0)
+    agreed = 0
+    for _ in range(100):
+        # each class has its own order of trials, and each repeat divides the same classes anew
+        classes = random.random((8, 8))
+        halves = []
+        for _ in range(3):
+            order = random.permutation(8)
+            halves += [classes[:, order[:4]].mean(1), classes[:, order[4:]].mean(1)]
+        agreed += agreement(searched(np.transpose(halves), 3).trials, 3).p <= 0.05
+    assert agreed <= 11
 
 
 def test_files_have_the_same_values_and_escape_names():

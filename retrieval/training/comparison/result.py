@@ -215,8 +215,8 @@ class Comparison:
         for row in self.contestants:
             table = asdict(row) | {"recipe": row.recipe}
             for search, entry in zip(row.searches, table["searches"], strict=True):
-                folds = agreement(search.trials)
-                entry["agreement"] = folds[0] if folds else None
+                folds = agreement(search.trials, search.repeats)
+                entry["agreement"] = folds and asdict(folds)
             rows.append(table)
         return {
             "conclusion": self.conclusion,

@@ -8,8 +8,9 @@ workers.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from retrieval.training.comparison.plan import (
     saved,
     with_values,
 )
+from retrieval.training.comparison.statistics import LEVEL, equation
 
 
 @dataclass(frozen=True)
@@ -46,39 +48,74 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """How well the folds agree on the order of trials.
+
+    Attributes:
+        rho: Spearman's rank correlation of the trials' scores, averaged over pairs of folds.
+        p: probability of so large a `rho` if every fold orders the trials at random; `None` if
+            there are too few trials and folds for a p value of at most `LEVEL`.
+    """
+
+    rho: float
+    p: float | None
+
+
+@dataclass(frozen=True)
 class Tuning:
-    """The trials of one recipe on one split, and the settings of the best one."""
+    """The trials of one recipe on one split, and the settings of the best one.
+
+    Attributes:
+        values: the settings of the best trial.
+        trials: all trials.
+        repeats: how often the training side was divided into folds.
+        edges: for each key with a range of numbers, the largest value at its lower edge and the
+            smallest at its upper edge (`range_edges`).
+    """
 
     values: dict[str, Any]
     trials: Sequence[Trial]
+    repeats: int = 1
+    edges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def notes(self, name: str) -> list[str]:
-        """Return sentences on whether the folds agree, and on best values at the edge of a range.
+        """Return sentences on whether the folds agree, and on best values beyond all others tried.
 
-        Edges are reported only if the folds agree and at least three different values were tried.
-        Two values would both be at an edge.
+        The best values are reported only if the folds agree and at least three different values
+        were tried. Two values would both be at an end.
         """
         lines = []
-        folds = agreement(self.trials)
+        folds = agreement(self.trials, self.repeats)
         if folds is not None:
-            rho, agree = folds
-            if not agree:
-                # the best trial is then as good as any other, so its edges say nothing
+            # unless the folds agree, the best trial is as good as any other
+            if folds.p is None:
                 return [
-                    f"{name}: the folds do not agree (ρ = {rho:.2f}), so the search could not tell"
-                    " trials apart. Use more repeats or, with few classes, hold out items"
-                    " (fold_by=item)."
+                    f"{name}: so few trials and folds cannot tell whether the folds agree"
+                    f" (ρ = {folds.rho:.2f}). Use more trials."
                 ]
-            lines.append(f"{name}: the folds agree (ρ = {rho:.2f}).")
+            found = f"(ρ = {folds.rho:.2f}, {equation(folds.p)})"
+            if folds.p > LEVEL:
+                return [
+                    f"{name}: the folds agree no better than chance {found}, so the search could"
+                    " not tell trials apart. Use more trials, more repeats or, with few classes,"
+                    " hold out items (fold_by=item)."
+                ]
+            lines.append(f"{name}: the folds agree {found}.")
         for key, value in self.values.items():
             tried = {trial.values[key] for trial in self.trials if trial.score is not None}
             if isinstance(value, bool | str) or len(tried) < 3:
                 continue
-            for end, edge in (("lowest", min(tried)), ("highest", max(tried))):
-                if value == edge:
-                    lines.append(
-                        f"{name} was best at the {end} {key} tried, {value:.4g}: widen its range."
-                    )
+            low, high = self.edges.get(key, (-np.inf, np.inf))
+            for end, extreme, at_edge in (
+                ("lowest", min(tried), value <= low),
+                ("highest", max(tried), value >= high),
+            ):
+                if value != extreme:
+                    continue
+                advice = "use more trials"
+                if at_edge:
+                    advice = "widen its range"
+                lines.append(f"{name} was best at the {end} {key} tried, {value:.4g}: {advice}.")
         return lines
 
 
@@ -194,26 +231,79 @@ def tune(
         )
     # the first of those with equal scores, whichever worker was the first to finish
     best = max(scored, key=lambda trial: trial.score or 0.0)
-    return Tuning(best.values, trials)
+    return Tuning(best.values, trials, plan.repeats, range_edges(recipe.search))
 
 
-def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:
-    """Return how well the folds agree on the order of trials, and whether they agree enough.
+EDGE = 0.05
+"""Share of a range that counts as its edge, because a sampler seldom draws the very end."""
 
-    The agreement ρ is Spearman's rank correlation of the trials' scores, averaged over pairs of
-    folds. It is enough if the reliability of the mean over K folds, Kρ / (1 + (K − 1) ρ) (Spearman
-    & Brown, 1910), is at least one half. The result is `None` for fewer than three trials or two
-    folds.
+
+def range_edges(ranges: Mapping[str, Range]) -> dict[str, tuple[float, float]]:
+    """Return for each range of numbers where its lower edge ends and its upper edge begins."""
+    edges = {}
+    for key, values in ranges.items():
+        if values.low is None or values.high is None:
+            continue
+        low = float(values.low)
+        high = float(values.high)
+        if values.log:
+            step = (high / low) ** EDGE
+            edges[key] = low * step, high / step
+        else:
+            margin = EDGE * (high - low)
+            edges[key] = low + margin, high - margin
+    return edges
+
+
+DRAWS = 9_999
+"""Number of random orders of the trials that are compared with the observed ones."""
+
+
+def agreement(trials: Sequence[Trial], repeats: int = 1) -> Agreement | None:
+    """Return how well the folds agree on the order of trials, by a permutation test.
+
+    The p value is (1 + b) / (1 + m), where b of m random orders of the trials in each fold give at
+    least the observed mean rank correlation. Its level is exact for every m (Phipson & Smyth,
+    "Permutation p-values should never be zero", 2010). Folds of different repeats share items, so
+    only folds of the same repeat are compared, and the p value of several repeats is twice their
+    mean, which is valid however they depend on one another (Vovk & Wang, "Combining p-values via
+    averaging", Biometrika 107, 2020).
+
+    The result is `None` for fewer than three trials or two folds. Trials that diverged are left
+    out.
     """
     table = np.array([trial.folds for trial in trials if trial.score is not None], np.float64)
-    if len(table) < 3 or table.shape[1] < 2:
+    if len(table) < 3 or table.shape[1] < 2 * repeats:
         return None
-    ranks = stats.rankdata(table, axis=0)
-    # a fold with equal scores for all trials has no order
-    ranks = ranks[:, np.ptp(ranks, axis=0) > 0]
-    count = ranks.shape[1]
-    if count < 2:
-        return 0.0, False
-    between = np.corrcoef(ranks.T)[np.triu_indices(count, 1)]
-    rho = float(between.mean())
-    return rho, rho > 0 and count * rho / (1 + (count - 1) * rho) >= 0.5
+    random = np.random.default_rng(0)
+    rhos = []
+    p_values = []
+    for scores in np.split(table, repeats, axis=1):
+        ranks = stats.rankdata(scores, axis=0).T
+        ranks -= ranks.mean(1, keepdims=True)
+        # a fold with equal scores for all trials has no order, so it agrees with none
+        ranks /= np.linalg.norm(ranks, axis=1, keepdims=True) + 1e-12
+        drawn = random.permuted(np.tile(ranks, (DRAWS, 1, 1)), axis=2)
+        chance = _mean_correlation(drawn)
+        rho = _mean_correlation(ranks)
+        rhos.append(rho)
+        # equal correlations differ by rounding
+        p_values.append((1 + np.sum(chance >= rho - 1e-9)) / (1 + DRAWS))
+    p = float(np.mean(p_values))
+    # the probability that all folds of a repeat have the same order
+    least = math.factorial(len(table)) ** (1 - len(ranks))
+    if repeats > 1:
+        p = min(1.0, 2 * p)
+        least *= 2
+    rho = float(np.mean(rhos))
+    if least > LEVEL:
+        return Agreement(rho, None)
+    return Agreement(rho, p)
+
+
+def _mean_correlation(ranks: Any) -> Any:
+    """Return the mean correlation over pairs of folds, of unit ranks (…, folds, trials)."""
+    folds = ranks.shape[-2]
+    # the square of a sum is the sum of squares and twice the products of pairs
+    both = np.square(ranks.sum(-2)).sum(-1) - np.square(ranks).sum((-2, -1))
+    return both / (folds * (folds - 1))
