@@ -56,7 +56,6 @@ BOMBS = (
     "jpeg: 20,000 scans in 200 KB",
     "bmp: a header of 4 GB",
 )
-_MADE_AT_ONCE = 4  # requests
 _WARM = 1000  # requests before the memory is first measured
 _ATTACKERS = 8  # addresses
 _PROXY_ATTACKERS = 240  # addresses; the proxy accepts 20 requests a second from each
@@ -196,8 +195,6 @@ class Attack:
         self._addresses = _ATTACKERS if proxy is None else _PROXY_ATTACKERS
         self._generator, self._searches, self._next = generator, searches, first
         self._lock, self._stop = threading.Lock(), threading.Event()
-        # An image takes up to a gigabyte while it is made: 48 at once took 19 GB on a busy machine.
-        self._making = threading.Semaphore(_MADE_AT_ONCE)
         self.result = Result()
 
     def run(self, requests: int, threads: int) -> Result:
@@ -231,8 +228,7 @@ class Attack:
                 number, self._next = self._next, self._next + 1
             if number >= last or self._stop.is_set():
                 return
-            with self._making:
-                request = self._generator.make(number)
+            request = self._generator.make(number)
             answer = None
             source = thread if self._proxy is None else number
             with suppress(OSError):
