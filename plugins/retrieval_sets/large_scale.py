@@ -108,9 +108,10 @@ def google_landmarks_v2(
     Weyand, Araujo, Cao & Sim, "Google Landmarks Dataset v2: A Large-Scale Benchmark for
     Instance-Level Recognition and Retrieval", CVPR 2020. Nothing is downloaded. The clean list has
     1,580,470 training images of 81,313 landmarks. The gallery is the index of 761,757 images. The
-    queries are the test images for which the solution lists images of the index. An image is
-    relevant if it shows the query's landmark: the most frequent one among the images that the
-    solution lists. The metadata of a query say whether it is public or private.
+    queries are the test images for which the solution lists images of the index. The metadata of a
+    query say whether its `usage` is "Public" or "Private", and list those images in `relevant`: set
+    `[evaluate] relevant = ["relevant"]` and the metric `map_at_100`, as in the paper. Without this
+    key, all images of the query's label are relevant: of the most frequent landmark among them.
 
     Args:
         folder: the folder that holds `train`, `index`, `test` and the lists.
@@ -137,9 +138,9 @@ def google_landmarks_v2(
             problems.append(f"{solution}, line {line}: {some(absent)} is not in the index.")
         if labels:
             first = labels.most_common(1)[0][0]
-            rows.append(
-                Row(_place("test", image), first, "test", "query", metadata={"usage": usage})
-            )
+            places = [_place("index", image_name) for image_name in images.split()]
+            metadata = {"usage": usage, "relevant": ";".join(places)}
+            rows.append(Row(_place("test", image), first, "test", "query", metadata=metadata))
     return assemble(LANDMARKS, Lists(root, rows, problems), counts, where=folder, skip_bad=skip_bad)
 
 

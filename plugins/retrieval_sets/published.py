@@ -206,6 +206,7 @@ def assemble(
     apart: str | None = None,
     crop: bool = False,
     skip_bad: bool = False,
+    unknown: bool = False,
 ) -> Dataset:
     """Return the data set of `lists`, after checking it against the published one.
 
@@ -218,6 +219,7 @@ def assemble(
             may be in both training and test.
         crop: whether to crop images to their boxes.
         skip_bad: whether to skip unreadable images; the counts include them.
+        unknown: whether the gallery may lack classes of queries.
 
     Raises:
         DataError: lists are wrong, images are missing, counts differ, the gallery is empty, or it
@@ -233,7 +235,7 @@ def assemble(
         if both := set.intersection(*sides):
             problems.append(f"{len(both):,} {apart} are on both sides, training and test.")
     problems += _path_problems(images, rows)
-    problems += _role_problems(rows, strict=counts == "published")
+    problems += _role_problems(rows, counts == "published", unknown)
     if counts == "published":
         problems += count_problems(published, rows)
     if problems:
@@ -300,7 +302,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _role_problems(rows: Sequence[Row], strict: bool) -> list[str]:
+def _role_problems(rows: Sequence[Row], strict: bool, unknown: bool) -> list[str]:
     """Return the problems of the queries and the gallery."""
     query = {row.label for row in rows if row.role == "query"}
     gallery = {row.label for row in rows if row.role == "gallery"}
@@ -310,7 +312,7 @@ def _role_problems(rows: Sequence[Row], strict: bool) -> list[str]:
         return ["there is a gallery, but no image is a query."]
     absent = sorted(query - gallery)
     # With counts = "any", a part of the data set may lack some classes, but not all.
-    if absent and (strict or len(absent) == len(query)):
+    if absent and not unknown and (strict or len(absent) == len(query)):
         plural = len(absent) > 1
         return [
             f"{len(absent):,} {'classes' if plural else 'class'} of queries"

@@ -11,7 +11,7 @@ from retrieval.cli import say, say_json
 from retrieval.cli.common import JSON, PATH, Choice, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION
 
-SEARCH = {"metrics", "clusters", "bundle"}
+SEARCH = {"metrics", "clusters", "bundle", "on", "rankings"}
 """Options of the protocol "retrieval" only."""
 PAIRS = {"pairs", "draw", "seed"}
 """Options of the protocol "verification" only."""
@@ -61,6 +61,17 @@ PAIRS = {"pairs", "draw", "seed"}
 )
 @click.option("--bundle", type=PATH, help="Also evaluate this bundle, and search as a server does.")
 @click.option(
+    "--on",
+    type=PATH,
+    help="A TOML file whose [data] and [evaluate] replace the recipe's: other data to test on.",
+)
+@click.option(
+    "--rankings",
+    type=PATH,
+    help="Also write the first 1,000 hits of each query into this file, as a TREC run, and what is"
+    " relevant into a file beside it with the suffix .qrels.",
+)
+@click.option(
     "--gallery",
     type=PATH,
     help="If RUN is a folder of embeddings: search another such folder instead of RUN itself.",
@@ -78,6 +89,8 @@ def evaluate_command(
     Example:  retrieval evaluate runs/digits --baseline --metric recall_at_1 --metric map_at_r
 
     Example:  retrieval evaluate runs/digits --protocol verification --draw 2000
+
+    Example:  retrieval evaluate runs/photos --on roxford.toml --rankings hits.trec
     """
     from retrieval.index.sources import is_embedding
 

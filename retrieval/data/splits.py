@@ -129,6 +129,24 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
     return splits
 
 
+def tested_splits(dataset: Dataset) -> Splits:
+    """Return splits in which no item trains: all items are of the test side.
+
+    Items of the dataset's own training and validation sides are left out.
+
+    Raises:
+        DataError: sides do not exist, or no item is left to test on.
+    """
+    labels, classes = _classes(dataset)
+    notes: list[str] = []
+    others = np.isin(dataset.splits or [""] * len(labels), ("train", "validation"))
+    query, gallery = _roles(dataset, np.flatnonzero(~others), notes)
+    if not len(query):
+        raise DataError("The dataset has no items to test on.")
+    none = np.empty(0, np.int64)
+    return Splits(labels, classes, none, none, query, gallery, notes)
+
+
 def _classes(dataset: Dataset) -> tuple[Items, list[str]]:
     """Return class ids (N,) and class names, after checking the names of sides and roles."""
     if not len(dataset):

@@ -12,34 +12,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from retrieval.base.arrays import Bools, Floats, Ints
-from retrieval.base.files import write_json
+from retrieval.base.files import write_json, write_text
 from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Progress, shows_progress
+from retrieval.base.trec import qrels_text, run_text
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
-from retrieval.errors import DataError
+from retrieval.data.splits import tested_splits
+from retrieval.errors import DataError, RecipeError
 from retrieval.evaluation.evaluation import (
     ByContestant,
     Evaluation,
+    Judged,
     Levels,
     Metrics,
     Tags,
     class_sizes,
     evaluate_search,
     grid,
+    hidden_items,
     is_answerable,
+    is_pooled,
     left_out,
     relevant_items,
     resolve_metrics,
+    visible_grades,
 )
 from retrieval.evaluation.neighbors import Exclusion, NeighborSearch, exact_neighbors
-from retrieval.run.build import check_columns
+from retrieval.recipe.read import check_recipe, naming, read_table
+from retrieval.run.build import build_dataset, check_columns
 from retrieval.run.open import ItemCodes, Run
 
 if TYPE_CHECKING:
@@ -51,6 +59,7 @@ if TYPE_CHECKING:
     from retrieval.recipe.read import Recipe
 
 Items = Ints
+_RANKED = 1000  # hits of a query in a TREC run, as in the tracks of TREC
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class RunEvaluation(ByContestant):
 
     Attributes:
         run: the run's folder.
-        split: "test" or "validation".
+        split: "test", "validation", or "on-NAME" with other data.
         queries: number of queries in the means.
         gallery: number of items in the gallery.
         singletons: number of queries left out because no other item has their label.
@@ -133,6 +142,8 @@ def evaluate(
     clusters: bool = False,
     baseline: bool = False,
     bundle: StrPath | None = None,
+    on: StrPath | None = None,
+    rankings: StrPath | None = None,
     progress: Progress = True,
 ) -> RunEvaluation:
     """Evaluate a run's model, and write the metrics into `evaluation-SIDE.json` in its folder.
@@ -147,6 +158,10 @@ def evaluate(
         clusters: also return NMI and F1 of k-means clusters.
         baseline: also evaluate the raw inputs, scaled to unit length, by Euclidean distance.
         bundle: also evaluate a bundle, as a server searches it.
+        on: a TOML file whose `[data]` and `[evaluate]` replace the recipe's, see `with_data`. The
+            metrics are written into `evaluation-on-NAME.json`.
+        rankings: also write the trained model's hits into this file, as a TREC run, and beside it,
+            with the suffix `.qrels`, what is relevant.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
@@ -157,6 +172,10 @@ def evaluate(
             answer.
     """
     refuse_side(side)
+    split = side
+    if on is not None:
+        run = with_data(run, on, side)
+        split = f"on-{Path(on).stem}"
     chosen = resolve_metrics(metrics or run.recipe.evaluate.metrics, run.plugins)
     clusters = clusters or run.recipe.evaluate.clusters
     query, gallery = items_of(run, side)
@@ -167,22 +186,26 @@ def evaluate(
     model = run.model.to(device)
     combiner = model.combiner
 
-    def measure(encode: Callable[[Ints], Any], distance: Any = None) -> Evaluation:
+    def encoded_sides(encode: Callable[[Ints], Any]) -> tuple[Any, Any]:
         query_codes = encode(query)
         if gallery is None:
-            gallery_codes = None
-        else:
-            gallery_codes = encode(gallery)
-        return protocol.measure(
-            query_codes, gallery_codes, distance, metrics=chosen, clusters=clusters
-        )
+            return query_codes, None
+        return query_codes, encode(gallery)
 
-    trained = measure(ItemCodes(run, device), combiner and combiner.compute_mat)
+    def measure(sides: tuple[Any, Any], distance: Any = None) -> Evaluation:
+        return protocol.measure(*sides, distance, metrics=chosen, clusters=clusters)
+
+    distance = combiner and combiner.compute_mat
+    codes = encoded_sides(ItemCodes(run, device))
+    trained = measure(codes, distance)
     if not trained.queries:
         raise DataError(unanswerable(run, side))
+    if rankings is not None:
+        protocol.write_rankings(Path(rankings), *codes, distance)
     contestants = {"trained": trained}
     if baseline:
-        contestants[raw_name(run)] = measure(lambda items: pixels(run.dataset, items, model))
+        raw = encoded_sides(lambda items: pixels(run.dataset, items, model))
+        contestants[raw_name(run)] = measure(raw)
     values = {name: contestant.values for name, contestant in contestants.items()}
     candidates = None
     if bundle is not None:
@@ -191,7 +214,7 @@ def evaluate(
         model.to("cpu")
     results = RunEvaluation(
         run=str(run.path),
-        split=side,
+        split=split,
         queries=trained.queries,
         gallery=trained.gallery,
         singletons=trained.singletons,
@@ -200,11 +223,39 @@ def evaluate(
         spread={name: row.spread for name, row in contestants.items() if row.spread},
         groups={name: row.groups for name, row in contestants.items() if row.groups},
     )
-    write_json(run.path / f"evaluation-{side}.json", results.as_dict(), DataError)
+    write_json(run.path / f"evaluation-{split}.json", results.as_dict(), DataError)
     return results
 
 
-KEYS = ("exclude", "levels", "tags", "by", "gallery_items", "open_set")
+def with_data(run: Run, on: StrPath, side: str) -> Run:
+    """Return a run with other data, all items of which are tested.
+
+    Args:
+        run: a run.
+        on: a TOML file with the table `[data]` and, if needed, `[evaluate]`.
+        side: the side to measure; other data have only a test side.
+
+    Raises:
+        RecipeError: the file has other tables, or they are wrong.
+        DataError: the data cannot be read, or the model does not take their items.
+    """
+    if side != "test":
+        raise DataError(f"{on} has only items to test on, and no {side} side.")
+    table, _ = read_table(on)
+    if "data" not in table or table.keys() - {"data", "evaluate"}:
+        raise RecipeError(["it must have [data], may have [evaluate], and nothing else."], str(on))
+    own = run.recipe.model_dump(exclude_unset=True)
+    objects = {name: part for name, part in run.recipe.objects.items() if name != "data"}
+    recipe = check_recipe({**own, "evaluate": {}, **table}, str(on), objects, run.plugins)
+    with naming(on):
+        dataset = build_dataset(recipe)
+        if dataset.kind != run.dataset.kind:
+            raise DataError(f"[data] holds {dataset.kind}, but the model takes {run.dataset.kind}.")
+        splits = tested_splits(dataset)
+    return replace(run, recipe=recipe, dataset=dataset, splits=splits)
+
+
+KEYS = ("exclude", "relevant", "levels", "tags", "by", "gallery_items", "open_set")
 """Keys of `[evaluate]` for which no bundle is measured: a server's search cannot follow them."""
 
 
@@ -369,6 +420,37 @@ class Protocol:
             rest = np.setdiff1d(np.arange(len(labels)), chosen)
             yield self.query[rest], self.query[chosen], query[rest], query[chosen]
 
+    def write_rankings(self, path: Path, query: Any, gallery: Any, distance: Any) -> None:
+        """Write the first 1,000 hits of each query as a TREC run, and what is relevant as qrels.
+
+        Both name items by their keys. With random galleries, they are of the first.
+
+        Raises:
+            DataError: a file cannot be written.
+        """
+        judged = path.with_suffix(".qrels")
+        if judged == path:
+            raise DataError(f"{path}: a run needs another suffix than .qrels, such as .trec.")
+        queries, searched, *codes = next(self.rounds(query, gallery))
+        search, query_class, item_class, arguments = self.search(
+            queries, searched, *codes, distance
+        )
+        relevance = arguments.get("relevance") or Levels(
+            [query_class.tolist()], [item_class.tolist()]
+        )
+        keys = self.run.dataset.keys
+        names = [keys[item] for item in (queries if searched is None else searched)]
+        hits, _ = search.nearest(min(_RANKED, len(names)))
+        ranked = {}
+        qrels = {}
+        for number, item in enumerate(queries):
+            ranked[keys[item]] = [names[row] for row in hits[number] if row >= 0]
+            (grades,) = visible_grades(search, relevance, np.array([number]))
+            relevant = np.flatnonzero(grades > 0)
+            qrels[keys[item]] = {names[row]: float(grades[row]) for row in relevant}
+        write_text(path, run_text(ranked), DataError)
+        write_text(judged, qrels_text(qrels), DataError)
+
     def search(
         self, query: Items, gallery: Items | None, left: Any, right: Any, *further: Any
     ) -> tuple[NeighborSearch, Items, Items, dict[str, Any]]:
@@ -384,9 +466,8 @@ class Protocol:
         else:
             item_class = labels[gallery]
         arguments = self.arguments(query, gallery)
-        hidden = None
-        if "exclude" in arguments:
-            hidden = arguments.pop("exclude").hidden(query_class, item_class)
+        exclude = arguments.pop("exclude", None)
+        hidden = hidden_items(exclude, arguments.get("relevance"), query_class, item_class)
         search = NeighborSearch(left, right, hidden, *further)
         return search, query_class, item_class, arguments
 
@@ -407,7 +488,12 @@ class Protocol:
             arguments["exclude"] = replace(exclude, same_label=same)
         if table.by is not None:
             arguments["by"] = columns(table.by)[0]
-        if table.levels:
+        relevant = self.listed(table.relevant, query)
+        if any(relevant):
+            searched = query if gallery is None else gallery
+            keys = [self.run.dataset.keys[i] for i in searched]
+            arguments["relevance"] = Judged(relevant, keys, self.listed(table.ignored, query))
+        elif table.levels:
             # the label is the finest level, before those that the recipe names
             labels = [self.run.splits.labels[items].tolist() for items in sides]
             levels = zip(labels, *map(columns, table.levels), strict=True)
@@ -416,6 +502,11 @@ class Protocol:
             tags = [[_tags(value) for value in column] for column in columns(table.tags)]
             arguments["relevance"] = Tags(*tags)
         return arguments
+
+    def listed(self, columns: Sequence[str], query: Items) -> list[list[str]]:
+        """Return for each query (Q,) the keys of items that metadata columns list."""
+        rows = self.run.dataset.metadata or [{}] * len(self.run.dataset)
+        return [[key for name in columns for key in _tags(rows[i].get(name))] for i in query]
 
 
 def _tags(value: Any) -> list[str]:
@@ -502,7 +593,9 @@ def _served(
         item_class = run.splits.labels[gallery]
         exclude = None
         relevant = class_sizes(query_class, item_class)
-    metrics = {name: m for name, m in metrics.items() if isinstance(m.depth, int)}
+    metrics = {
+        name: m for name, m in metrics.items() if isinstance(m.depth, int) and not is_pooled(m)
+    }
     deepest = max((int(metric.depth) for metric in metrics.values()), default=1)
     size = len(item_class) - (exclude is not None)
     rows = served_rows(bundle, queries, items, min(deepest, size), exclude)

@@ -27,12 +27,14 @@ from retrieval.base.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.base.display_tables import html_table
 from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.base.runtime import load_faiss
-from retrieval.errors import DataError
+from retrieval.errors import DataError, some
 from retrieval.evaluation.block_ranking import Ranking
 from retrieval.evaluation.neighbors import (
     Codes,
     Distance,
     Exclusion,
+    Hidden,
+    Ignored,
     NeighborSearch,
     as_tensor,
     group_numbers,
@@ -42,6 +44,7 @@ from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.values import toml_value
 from retrieval.metrics.recall_map_ndcg import metric
 from retrieval.model.checked_parts import CheckedMetric
+from retrieval.model.contracts import PooledHits
 from retrieval.model.labels import ADVICE, LabelsError, read_labels, read_values
 
 if TYPE_CHECKING:
@@ -163,10 +166,7 @@ def evaluate(
         gallery = as_tensor(gallery, "gallery codes")
         size = len(gallery)
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, size)
-    if exclude is None:
-        hidden = None
-    else:
-        hidden = exclude.hidden(query_class, item_class)
+    hidden = hidden_items(exclude, relevance, query_class, item_class)
     codes, gallery, measure = measuring(codes, gallery, distance)
     return evaluate_search(
         NeighborSearch(codes, gallery, hidden, measure, device),
@@ -243,9 +243,15 @@ def evaluate_search(
         by = read_values(
             by, "values to group by", "Leave those queries out, or give them a value."
         ).tolist()
-    values, relevant = query_values(search, query_class, item_class, relevance, metrics)
+    pooled: dict[str, Any] = {name: m for name, m in metrics.items() if is_pooled(m)}
+    single = {name: m for name, m in metrics.items() if name not in pooled}
+    values, relevant = query_values(search, query_class, item_class, relevance, single)
     answerable = np.flatnonzero(relevant > 0)
     values_by_name = means(values, answerable)
+    if pooled:
+        hits = pooled_hits(search, query_class, item_class, relevance, relevant, pooled)
+        values_by_name |= {name: measure.pooled(hits) for name, measure in pooled.items()}
+        values_by_name = {name: values_by_name[name] for name in metrics}
     groups: dict[str, dict[str, float]] = {}
     if by is not None:
         texts = np.array([str(value) for value in by])
@@ -296,6 +302,35 @@ def query_values(
     return values, relevant
 
 
+def is_pooled(measure: Metric) -> bool:
+    """Return whether a metric needs the hits of all queries at once."""
+    return getattr(measure, "pooled", None) is not None
+
+
+def pooled_hits(
+    search: NeighborSearch,
+    query_class: Ints,
+    item_class: Ints,
+    relevance: Relevance | None,
+    relevant: Ints,
+    metrics: Mapping[str, Metric],
+) -> PooledHits:
+    """Return the nearest items of all queries, as deep as pooled metrics need."""
+    size = len(item_class)
+    items, distances = search.nearest(min(depth_of(metrics, 1, size), size))
+    nearest_class = np.where(items >= 0, item_class[items], -1)
+    matches = nearest_class == query_class[:, None]
+    if relevance is not None:
+        step = max(1, _GRADES // size)
+        for start in range(0, len(items), step):
+            part = slice(start, start + step)
+            grades = relevance(np.arange(len(items))[part])
+            matches[part] = np.take_along_axis(grades, items[part], 1) >= relevance.match
+    matches &= items >= 0
+    classes = len(np.unique(item_class))
+    return PooledHits(matches, distances, relevant, query_class, nearest_class, classes)
+
+
 def matching(
     search: NeighborSearch, query_class: Ints, item_class: Ints, answerable: Ints, depths: Ints
 ) -> Iterator[tuple[Ints, Bools]]:
@@ -336,7 +371,7 @@ def is_answerable(
     # the first few queries nearly always have an answer, so the blocks are small
     for start in range(0, len(query_class), 64):
         rows = np.arange(start, min(start + 64, len(query_class)))
-        if (_visible_grades(search, relevance, rows) >= relevance.match).any():
+        if (visible_grades(search, relevance, rows) >= relevance.match).any():
             return True
     return False
 
@@ -347,6 +382,8 @@ def relevant_items(search: NeighborSearch, query_class: Ints, item_class: Ints) 
     if search.hidden is None:
         # A gallery of the queries themselves holds each query once, and hides it from itself.
         return sizes - int(search.gallery is None)
+    # lists of items come with lists of relevant items, which replace classes
+    assert isinstance(search.hidden, Hidden)
     return sizes - search.hidden.matching()
 
 
@@ -541,6 +578,78 @@ class Tags(Relevance):
         return np.asarray((self._query[rows] @ self._gallery).toarray(), dtype=np.float32)
 
 
+class Judged(Relevance):
+    """Gallery items that are listed as relevant for each query, and items that it ignores.
+
+    An item is relevant (grade 1) if the query's list names it, whatever the labels. Ignored items
+    leave the query's ranking before a metric reads it, as junk images do in the protocol of Oxford
+    and Paris (Philbin et al., "Object retrieval with large vocabularies and fast spatial matching",
+    CVPR 2007; Radenović et al., "Revisiting Oxford and Paris", CVPR 2018).
+
+    Args:
+        relevant: (Q,), the keys of each query's relevant items; a list may be empty.
+        gallery: (N,), the keys of the gallery; without a gallery, those of the queries.
+        ignored: (Q,), the keys of the items that each query ignores.
+
+    Raises:
+        DataError: a list names an item that is not in the gallery, or a query's lists both name
+            one.
+    """
+
+    match = 1.0
+
+    def __init__(
+        self,
+        relevant: Sequence[Sequence[str]],
+        gallery: Sequence[str],
+        ignored: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        row_of = {key: row for row, key in enumerate(gallery)}
+        self.sizes = len(relevant), len(gallery)
+        self._relevant = _listed_rows(relevant, row_of)
+        hidden = _listed_rows(ignored or [[]] * len(relevant), row_of)
+        for query, (right, left_out) in enumerate(zip(self._relevant, hidden, strict=True)):
+            if len(both := np.intersect1d(right, left_out)):
+                raise DataError(
+                    f"Query {query}: {gallery[both[0]]} is listed as relevant and as ignored."
+                )
+        self.hidden = Ignored(hidden, len(gallery))
+
+    def __call__(self, rows: Ints) -> Grades:
+        """Return grades (B, N); see `Relevance`."""
+        grades = np.zeros((len(rows), self.sizes[1]), np.float32)
+        for line, row in zip(grades, rows.tolist(), strict=True):
+            line[self._relevant[row]] = 1
+        return grades
+
+
+def _listed_rows(lists: Sequence[Sequence[str]], row_of: Mapping[str, int]) -> list[Ints]:
+    """Return the sorted numbers of the items that each list names."""
+    if absent := sorted({key for keys in lists for key in keys if key not in row_of}):
+        raise DataError(
+            f"The queries' lists name {len(absent):,} items that are not in the gallery:"
+            f" {some(absent)}."
+        )
+    return [np.unique(np.array([row_of[key] for key in keys], np.int64)) for keys in lists]
+
+
+def hidden_items(
+    exclude: Exclusion | None, relevance: Relevance | None, query_class: Ints, item_class: Ints
+) -> Hidden | Ignored | None:
+    """Return the items that are hidden from each query, by `exclude` or by lists.
+
+    Raises:
+        DataError: both hide items.
+    """
+    if isinstance(relevance, Judged):
+        if exclude is not None:
+            raise DataError("Lists of relevant items cannot be combined with an exclusion.")
+        return relevance.hidden
+    if exclude is None:
+        return None
+    return exclude.hidden(query_class, item_class)
+
+
 def _checked_tags(items: Sequence[Sequence[str]], side: str) -> Sequence[Sequence[str]]:
     """Return the labels of all items; refuse a plain text or NaN in place of a list."""
     for row, tags in enumerate(items):
@@ -570,7 +679,7 @@ def _graded_values(
     with Meter("searching", total, "queries") as meter:
         for start in range(0, total, step):
             rows = np.arange(start, min(start + step, total))
-            grades = _visible_grades(search, relevance, rows)
+            grades = visible_grades(search, relevance, rows)
             relevant[rows] = np.count_nonzero(grades >= relevance.match, axis=1)
             meter.update(len(rows))
             answerable = relevant[rows] > 0
@@ -598,7 +707,7 @@ def _graded_values(
     return values, relevant
 
 
-def _visible_grades(search: NeighborSearch, relevance: Relevance, rows: Ints) -> Grades:
+def visible_grades(search: NeighborSearch, relevance: Relevance, rows: Ints) -> Grades:
     """Return grades (B, N), with −1 for items that are hidden from a query."""
     grades = relevance(rows)
     if search.gallery is None:

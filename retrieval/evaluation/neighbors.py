@@ -479,6 +479,30 @@ class Hidden:
         return np.asarray(visible & (items >= 0))
 
 
+class Ignored:
+    """Items that are hidden from each query because a list names them, see `Hidden`.
+
+    Args:
+        rows: for each query, the numbers of the items.
+        size: number of items in the gallery.
+    """
+
+    def __init__(self, rows: Sequence[Ints], size: int) -> None:
+        self._size = size
+        self._counts = np.array([len(items) for items in rows])
+        queries = np.repeat(np.arange(len(rows)), self._counts)
+        self._pairs = queries * size + np.concatenate(rows)
+
+    def every(self) -> Ints:
+        """Return how many items are hidden from each query (Q,)."""
+        return self._counts
+
+    def visible(self, rows: Ints, items: Ints) -> Bools:
+        """Return whether items (B, k) are visible to queries (B,); −1 stands for no item."""
+        pairs = rows[:, None] * self._size + items
+        return np.asarray((items >= 0) & ~np.isin(pairs, self._pairs))
+
+
 @dataclass(frozen=True)
 class NeighborSearch:
     """Exact search for the nearest gallery items that are visible to a query.
@@ -490,7 +514,7 @@ class NeighborSearch:
 
     queries: Codes
     gallery: Codes | None
-    hidden: Hidden | None = None
+    hidden: Hidden | Ignored | None = None
     distance: DistanceBlock | None = None
     device: str = "auto"
     recorded: int = 1

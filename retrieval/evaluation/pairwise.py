@@ -26,6 +26,7 @@ from retrieval.evaluation.evaluation import (
     Evaluation,
     class_numbers,
     evaluate_search,
+    is_pooled,
     resolve_metrics,
 )
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
@@ -96,7 +97,13 @@ def pairwise(
             f"The gallery has {size:,} items; exact search takes {MOST_ITEMS:,} at most."
         )
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, size)
-    return evaluate_search(search, query_class, item_class, metrics=resolve_metrics(metrics))
+    chosen = resolve_metrics(metrics)
+    if pooled := [name for name, measure in chosen.items() if is_pooled(measure)]:
+        raise DataError(
+            f"{', '.join(pooled)}: a metric of all queries together needs vectors in memory. Use"
+            " retrieval.evaluate."
+        )
+    return evaluate_search(search, query_class, item_class, metrics=chosen)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,26 @@ class MeanAveragePrecision:
         return _summed_precision(matches) / relevant
 
 
+class MAPAt:
+    """MAP@K of instance-level search: (1/min(R, K)) Σ_{i=1}^{K} rel(i) · Precision@i.
+
+    mAP@100 of Google Landmarks v2 (Weyand et al., CVPR 2020, section 4.2) and mAP@1k of ILIAS
+    (Kordopatis-Zilos et al., CVPR 2025, section 4), whose code divides the same way.
+
+    Args:
+        k: how many neighbours to look at.
+    """
+
+    depth: Depth
+
+    def __init__(self, k: PositiveInt = 1) -> None:
+        self.depth = self.k = _at_least_one(k, "map_at")
+
+    def __call__(self, matches: Matches, relevant: Relevant) -> Values:
+        """Return the average precision of the first K for each query (Q,)."""
+        return _summed_precision(matches[:, : self.k]) / np.minimum(relevant, self.k)
+
+
 class NDCGAt:
     """nDCG@K: Σ_i g(i) / log2(i + 1) over the K nearest, divided by the largest possible sum.
 
@@ -181,6 +201,7 @@ def retrieval_metrics() -> Factories:
     """Return the factories of the built-in retrieval metrics by short name."""
     return {
         "map": MeanAveragePrecision,
+        "map_at": MAPAt,
         "map_at_r": MAPAtR,
         "ndcg_at": NDCGAt,
         "precision_at": PrecisionAt,
@@ -213,8 +234,8 @@ def metric(name: str) -> Metric:
     closest = did_you_mean(name.lower().replace("@", "_at_"), suggestions)
     raise RetrievalError(
         f"There is no metric '{name}'.{closest}"
-        " Built in are recall_at_K, precision_at_K, ndcg_at_K (K a number), r_precision, map_at_r"
-        " and map."
+        " Built in are recall_at_K, precision_at_K, map_at_K, ndcg_at_K (K a number),"
+        " r_precision, map_at_r and map."
     )
 
 

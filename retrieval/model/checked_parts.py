@@ -16,7 +16,15 @@ from retrieval.base.arrays import Array, Bools, Floats64, Ints
 from retrieval.errors import PluginError
 from retrieval.host.factory import calling
 from retrieval.images.preprocessing import Preprocessing
-from retrieval.model.contracts import Backbone, Combiner, Generator, breach, in_words, refuse_class
+from retrieval.model.contracts import (
+    Backbone,
+    Combiner,
+    Generator,
+    PooledHits,
+    breach,
+    in_words,
+    refuse_class,
+)
 from retrieval.model.model import checked_rows, evaluation_mode
 
 
@@ -158,7 +166,9 @@ class CheckedMetric:
         depth = getattr(metric, "depth", None)
         # True is an int for Python, but no number of neighbours.
         is_count = isinstance(depth, int) and not isinstance(depth, bool) and depth >= 1
-        if not callable(metric) or not (is_count or depth in ("relevant", "all")):
+        is_pooled = hasattr(metric, "pooled")
+        is_depth = is_count or (depth in ("relevant", "all") and not is_pooled)
+        if not (callable(metric) or is_pooled) or not is_depth:
             raise PluginError(
                 f"{self.what} is {in_words(metric)} with depth = {depth!r}; it must be callable,"
                 ' and depth a number of neighbours, "relevant" or "all".'
@@ -177,6 +187,14 @@ class CheckedMetric:
         if graded is None:
             return None
         return lambda gains, ideal: self._checked(len(gains), graded, gains, ideal)
+
+    @property
+    def pooled(self) -> Callable[[PooledHits], float] | None:
+        """The metric's checked `pooled` method, or None; see `retrieval.plugin.Metric`."""
+        pooled = getattr(self.metric, "pooled", None)
+        if pooled is None:
+            return None
+        return lambda hits: float(self._checked(1, lambda: [pooled(hits)])[0])
 
     def _checked(
         self,

@@ -309,12 +309,37 @@ class Learner(Protocol):
         """Return a head that computes the same as `transform`, and the combiner or `None`."""
 
 
+@dataclass(frozen=True)
+class PooledHits:
+    """The nearest items of all queries, for a metric that ranks the hits of all queries together.
+
+    Attributes:
+        matches: (Q, k), true where the item at a rank is relevant, nearest first.
+        distances: (Q, k), the distances of the items, infinity where there is none.
+        relevant: (Q,), how many items of the gallery are relevant, 0 for a query without an answer.
+        query_class: (Q,), the class number of each query.
+        item_class: (Q, k), the class number of the item at each rank, −1 where there is none.
+        classes: number of classes in the gallery.
+    """
+
+    matches: Bools
+    distances: Floats32
+    relevant: Ints
+    query_class: Ints
+    item_class: Ints
+    classes: int
+
+
 class Metric(Protocol):
     """A retrieval metric with one value per query, so that any number of queries fits in memory.
 
     A metric for graded relevance has an additional method `graded(gains, ideal)`, which the host
     calls instead if `[evaluate]` sets `levels` or `tags`. `gains` (Q, k) are the grades of the
     items at each rank, `ideal` (Q, k) the gallery's largest grades, largest first.
+
+    A metric of all queries together, such as a micro-average, has a method `pooled(hits)`, which
+    the host calls instead with `PooledHits` of all queries, also of those without an answer. It
+    returns one number. Its `depth` is a number.
 
     Attributes:
         depth: how many neighbours the metric needs: a number, "relevant" (as many as the query has

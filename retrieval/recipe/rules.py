@@ -172,7 +172,7 @@ def option_hint(recipe: Tables, table: Mapping[str, Any], place: Sequence[Any]) 
 def check_together(recipe: Tables, present: Collection[str]) -> list[str]:
     """Return conflicts between a recipe's tables; `present` names its tables of parts."""
     problems = [*_loss(recipe), *_parts(recipe, present), *_once(recipe, present)]
-    problems += _training(recipe, present)
+    problems += [*_training(recipe, present), *_evaluation(recipe)]
     for phase in recipe.phase:
         problems += _phase(recipe, phase, "generator" in present)
     return problems
@@ -301,6 +301,16 @@ def _training(recipe: Tables, present: Collection[str]) -> Iterator[str]:
     ):
         if is_set and not recipe.split.validation and recipe.split.by != "given":
             yield f"{key} needs a validation part: set [split] validation above 0."
+
+
+def _evaluation(recipe: Tables) -> Iterator[str]:
+    """Yield conflicts of lists of relevant items with other ways to say what is relevant."""
+    table = recipe.evaluate
+    if table.ignored and not table.relevant:
+        yield "[evaluate] ignored needs the lists of relevant items: set relevant."
+    for key in ("exclude", "levels", "tags", "gallery_items", "open_set"):
+        if table.relevant and getattr(table, key) not in (None, []):
+            yield f"[evaluate] {key} cannot be combined with relevant. Remove one of the two."
 
 
 def _phase(recipe: Tables, phase: Phase, has_generator: bool) -> Iterator[str]:

@@ -441,6 +441,14 @@ class Evaluate(Section):
     only those that also share the query's label, so that the others stay as distractors (the
     protocols of Market-1501 and VeRi-776).
     """
+    relevant: list[str] = Field([])
+    """Columns of metadata that list, separated by `;`, the keys of the gallery items that are
+    relevant for a query, whatever the labels. A side without such lists goes by its labels.
+    """
+    ignored: list[str] = Field([])
+    """Columns of metadata that list the keys of gallery items that leave a query's ranking, as junk
+    images do (Oxford and Paris). Needs `relevant`.
+    """
     levels: list[str] = Field([])
     """Columns of metadata with coarser classes than the label, from fine to coarse, such as
     `genus`, `family`. `ndcg_at_K` then grades an item by the finest class that it shares with the

@@ -57,7 +57,8 @@ def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
     Raises:
         RecipeError: no item has some of the columns; the message lists them.
     """
-    columns = [("levels", name) for name in evaluate.levels]
+    lists = ("levels", "relevant", "ignored")
+    columns = [(key, name) for key in lists for name in getattr(evaluate, key)]
     for key in ("exclude", "tags", "by"):
         name = getattr(evaluate, key)
         if name is not None:

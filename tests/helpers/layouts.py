@@ -1,6 +1,8 @@
 """Small folders in the layouts of published data sets, with real images."""
 
 import itertools
+import json
+import pickle
 import struct
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -182,6 +184,74 @@ def landmarks(root: Path) -> Path:
     tables["index_image_to_landmark"] += [f"{name},{3 + i % 2}" for i, name in enumerate(index)]
     for name, rows in tables.items():
         lines(root / f"{name}.csv", rows)
+    return root
+
+
+def revisited(root: Path, name: str = "roxford5k", protocol: int = 2, listed: bool = False) -> Path:
+    """Write two queries and six images; `listed` writes lists in place of arrays."""
+    images = [f"tower_{i:06d}" for i in range(6)]
+    queries = ["gate_000001", "tower_000009"]
+    for number, image in enumerate([*images, *queries]):
+        picture(root / "jpg" / f"{image}.jpg", number)
+    as_kept = list if listed else np.array
+    gnd = [
+        {"bbx": [2.0, 3.0, 14.0, 9.0], "easy": [0, 2], "hard": [1], "junk": [5]},
+        {"bbx": [1.0, 1.0, 24.0, 16.0], "easy": [], "hard": [4], "junk": []},
+    ]
+    kept = [{key: as_kept(value) for key, value in entry.items()} for entry in gnd]
+    table = {"imlist": images, "qimlist": queries, "gnd": kept}
+    (root / f"gnd_{name}.pkl").write_bytes(pickle.dumps(table, protocol=protocol))
+    return root
+
+
+def gpr1200(root: Path) -> Path:
+    for number in range(6):
+        picture(root / "images" / f"{number // 2}_n0{number}_x.jpg", number)
+    return root
+
+
+def met(root: Path) -> Path:
+    tables = {
+        "MET_database": [{"id": 100 + i // 2, "path": f"MET/{i}/0.jpg"} for i in range(4)],
+        "testset": [{"MET_id": 101, "path": "test_met/a.jpg"}, {"path": "test_other/b.jpg"}],
+        "valset": [{"MET_id": 100, "path": "val_met/c.jpg"}],
+    }
+    for name, rows in tables.items():
+        for number, row in enumerate(rows):
+            picture(root / "images" / str(row["path"]), number)
+        lines(root / "ground_truth" / f"{name}.json", [json.dumps(rows)])
+    return root
+
+
+def ilias(root: Path) -> Path:
+    for number, name in enumerate(("lamp_000", "shoe_001")):
+        for path in (f"query/Q{number:03d}_00", f"pos/P{number:03d}_00", f"pos/P{number:03d}_01"):
+            picture(root / name / f"{path}.jpg", number)
+            lines(root / name / f"{path}_bbox.txt", ["1 1 4 4"])
+        lines(root / name / f"query/T{number:03d}.txt", ["a thing"])
+    for number in range(3):
+        picture(root / "yfcc" / "00000" / f"{number}.jpg", 50 + number)
+    return root
+
+
+def disc21(root: Path) -> Path:
+    for number in range(3):
+        picture(root / "queries" / f"Q0000{number}.jpg", number)
+    for number in range(4):
+        picture(root / "references" / f"R00000{number}.jpg", 10 + number)
+    rows = ["query_id,reference_id", "Q00000,R000002", "Q00001,", "Q00002,R000000"]
+    lines(root / "public_ground_truth.csv", [*rows, "Q00002,R000003"])
+    return root
+
+
+def wildlife(root: Path) -> Path:
+    rows = ["image_id,identity,path,split,species,dataset"]
+    sides = ("a train", "a train", "b database", "a test", "c query")
+    for number, (identity, split) in enumerate(side.split() for side in sides):
+        path = f"images/{split}/{number}.jpg"
+        picture(root / path, number)
+        rows.append(f"{number},{identity},{path},{split},lynx,LynxID2025")
+    lines(root / "metadata.csv", rows)
     return root
 
 

@@ -26,12 +26,17 @@ from retrieval_sets import (
     cars196,
     cifar100,
     cub200,
+    disc21,
     dtd,
     food101,
     google_landmarks_v2,
+    gpr1200,
+    ilias,
     in_shop,
     inaturalist2018,
     market1501,
+    met,
+    roxford5k,
     stanford_online_products,
     vehicle_id,
     veri776,
@@ -50,6 +55,11 @@ SETS: dict[str, tuple[Callable[..., Dataset], Callable[[Path], Path], str]] = {
     "market": (market1501, layouts.market, "has 3,368 images of 750 classes; here it has 2 images"),
     "inat": (inaturalist2018, layouts.inat, "its test side has 136,093 images of 2,452 classes"),
     "landmarks": (google_landmarks_v2, layouts.landmarks, "has 761,757 images; here it has 6"),
+    "roxford": (roxford5k, layouts.revisited, "its query side has 70 images; here it has 2"),
+    "gpr1200": (gpr1200, layouts.gpr1200, "its test side has 12,000 images of 1,200 classes"),
+    "met": (met, layouts.met, "its gallery side has 397,121 images of 224,408 classes"),
+    "ilias": (ilias, layouts.ilias, "its query side has 1,232 images of 1,000 classes"),
+    "disc21": (disc21, layouts.disc21, "its query side has 25,000 images or 50,000 images"),
     "food": (food101, layouts.food, "its train side has 75,750 images of 101 classes"),
     "dtd": (dtd, layouts.dtd, "its validation side has 1,880 images of 47 classes"),
     "caltech101": (caltech101, layouts.caltech101, "it has 8,677 images of 101 classes"),
@@ -59,7 +69,7 @@ SETS: dict[str, tuple[Callable[..., Dataset], Callable[[Path], Path], str]] = {
 PARTITION, EBAY = "Eval/list_eval_partition.txt", "Ebay_train.txt"
 VEHICLES, SOLUTION = "train_test_split/train_list.txt", "retrieval_solution_v2.1.csv"
 CLASSES = "image_class_labels.txt"
-FOLDERS = ("veri", "market", "caltech101", "caltech256", "cifar100")
+FOLDERS = ("veri", "market", "gpr1200", "ilias", "caltech101", "caltech256", "cifar100")
 """Sets without lists, which consist of the images in their folders."""
 
 
