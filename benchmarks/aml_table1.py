@@ -32,7 +32,18 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
-from bench import Kept, chosen, error, markdown, one_thread, page, published, resume_arguments
+from bench import (
+    Kept,
+    chosen,
+    decimals,
+    error,
+    markdown,
+    one_thread,
+    page,
+    published,
+    resampled_half_width,
+    resume_arguments,
+)
 from retrieval_aml import AML, GMML
 from retrieval_metric_learn.learners import ITML
 from uci import load
@@ -192,6 +203,28 @@ def grids(rows: list[Row], names: list[str]) -> tuple[str, int, int]:
     return markdown(head, lines), fits, converged
 
 
+def differences(rows: list[Row], names: list[str]) -> str:
+    """Return differences of our errors on the same splits, with corrected intervals."""
+    pairs = [("gmml_t", "gmml"), ("aml", "gmml"), ("aml_ab", "gmml")]
+    pairs += [("aml_t", "gmml_t"), ("itml", "gmml_t")]
+    lines = []
+    for name in names:
+        cells = [name]
+        for method, other in pairs:
+            ours, theirs = (
+                {row["split"]: row["error"] for row in chosen(rows, set=name, method=m)}
+                for m in (method, other)
+            )
+            apart = [ours[number] - theirs[number] for number in ours if number in theirs]
+            cells.append("–")
+            if apart:
+                half = short(resampled_half_width(apart, 0.2))
+                cells[-1] = f"{decimals(float(np.mean(apart)), sign=True)} ± {half}"
+        lines.append(cells)
+    head = ["", *(f"({METHODS[method]}) minus ({METHODS[other]})" for method, other in pairs)]
+    return markdown(head, lines)
+
+
 def seconds(rows: list[Row], names: list[str]) -> str:
     lines, (_, *methods) = [], METHODS
     for name in names:
@@ -218,6 +251,13 @@ def render(rows: list[Row]) -> str:
         {beside_paper(rows, names)}
 
         (± in the last three columns is the standard error of the mean difference.)
+
+        ## Differences on the same splits
+
+        Mean difference in error with its 95 % interval, corrected for splits that share items
+        (Nadeau & Bengio 2003). An interval that contains 0 decides nothing.
+
+        {differences(rows, names)}
 
         ## Does any α, β help?
 

@@ -228,6 +228,16 @@ def half_width(values: Sequence[float], level: float = 0.95) -> float:
     return float(t.ppf(0.5 + level / 2, len(values) - 1) * error)
 
 
+def resampled_half_width(values: Sequence[float], tested: float) -> float:
+    """Return the half-width of the 95 % interval of a mean over random splits of the same items.
+
+    The splits share items, so Student's interval is too narrow. `tested` is the share of the items
+    that a split tests. Source: Nadeau & Bengio, "Inference for the generalization error", Machine
+    Learning 52, 2003: the variance is (1/n + tested / (1 - tested)) s².
+    """
+    return half_width(values) * float(np.sqrt(1 + len(values) * tested / (1 - tested)))
+
+
 def decimals(value: float, places: int = 3, sign: bool = False) -> str:
     """Return a number in the format of the tables: ".931", "−.004", "1.250"."""
     text = f"{abs(value):.{places}f}"

@@ -122,8 +122,8 @@ def daml_real() -> str:
     return f"""{whole(rows("daml_real", title), ("margin, rate",))}
 
 In %, mean ± standard deviation of ten random splits. A gain is the difference to one metric on the
-same splits, in points, with its 95 % interval. The splits share items, which makes the intervals
-somewhat too narrow. Learned weights minus even ones:
+same splits, in points, with its 95 % interval, corrected for splits that share items (Nadeau &
+Bengio, Machine Learning 52, 2003). Learned weights minus even ones:
 
 {whole(rows("daml_real", title, 1))}"""
 
