@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retrieval.base.arrays import Ints
+from retrieval.base.arrays import Bools, Ints
 from retrieval.errors import DataError, did_you_mean, refuse, some
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Splits:
         gallery: test items in which queries search. `None` means that each query searches all other
             queries.
         notes: sentences for the user.
+        validation_query: validation items of held-out sources, which search the other validation
+            items. `None` means that each validation item searches all others.
     """
 
     labels: Items
@@ -74,6 +76,7 @@ class Splits:
     query: Items
     gallery: Items | None = None
     notes: list[str] = field(default_factory=list)
+    validation_query: Items | None = None
 
     @property
     def held_out(self) -> Items:
@@ -82,6 +85,14 @@ class Splits:
             if len(side):
                 return side
         return self.train
+
+    @property
+    def validation_sides(self) -> tuple[Items, Items | None]:
+        """The queries of the validation side, and the items in which they search, if others."""
+        query = self.validation_query
+        if query is None:
+            return self.validation, None
+        return query, np.setdiff1d(self.validation, query)
 
     @property
     def train_classes(self) -> list[str]:
@@ -108,10 +119,14 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
     If there are no items for validation yet, a part of the training side becomes the validation
     side. A held-out part of a class has at least two items and leaves at least two, because a query
     needs another item to find. The dataset's roles "query" and "gallery" apply to the test side.
+    With `source`, some sources do not train. Their items are validation's queries: those of the
+    validation classes or, with `validation_by = "item"`, of all training classes.
+
     The sides are always the same for the same dataset and table.
 
     Raises:
-        DataError: sides or classes do not exist, a side is empty, or no class has two items. The
+        DataError: sides, classes or sources do not exist, a side is empty, or no class has two
+            items. The
             message lists every problem of the columns, or else of the split.
     """
     labels, classes = _classes(dataset)
@@ -119,8 +134,15 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
     train, validation, test = _sides(dataset, split, labels, classes)
     if not len(validation) and split.validation:
         train, validation = _take_validation(train, labels, split)
+    validation_query = None
+    if split.source is not None and len(validation):
+        is_new = _of_new_sources(dataset, split, np.concatenate([train, validation]), notes)
+        if split.validation_by == "item":
+            validation = np.union1d(validation, train[is_new[train]])
+        train = train[~is_new[train]]
+        validation_query = validation[is_new[validation]]
     query, gallery = _roles(dataset, test, notes)
-    splits = Splits(labels, classes, train, validation, query, gallery, notes)
+    splits = Splits(labels, classes, train, validation, query, gallery, notes, validation_query)
     problems = [
         problem for problem in (_training_problem(splits), _test_problem(splits)) if problem
     ]
@@ -259,6 +281,29 @@ def _take_validation(train: Items, labels: Items, split: Split) -> tuple[Items, 
     chosen = _generator(split.seed, "validation").permutation(classes)[:count]
     is_validation = np.isin(labels[train], chosen)
     return train[~is_validation], train[is_validation]
+
+
+def _of_new_sources(dataset: Dataset, split: Split, items: Items, notes: list[str]) -> Bools:
+    """Return for each item of the dataset whether its source is held out; add a note on these.
+
+    `items` are those whose sources are divided. An item without a source trains.
+    """
+    rows = dataset.metadata or [{}] * len(dataset)
+    name = str(split.source)
+    column = np.array([str(row.get(name) or "") for row in rows])
+    sources = sorted({*column[items].tolist()} - {""}, key=natural)
+    if len(sources) < 3:
+        existing = sorted({str(key) for row in rows for key in row})
+        raise DataError(
+            f"[split] source: the training side has {len(sources)} values of '{name}', but"
+            " two sources must train and one must not."
+            f"{did_you_mean(name, existing)}"
+        )
+    count = min(max(1, int(len(sources) * split.validation + 0.5)), len(sources) - 2)
+    order = _generator(split.seed, "source").permutation(sources)
+    chosen = sorted(order[:count].tolist(), key=natural)
+    notes.append(f"{name} {some(chosen)} does not train, and chooses the epoch.")
+    return np.isin(column, chosen)
 
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:

@@ -273,8 +273,7 @@ def items_of(run: Run, side: str) -> tuple[Items, Items | None]:
         query = splits.query
         gallery = splits.gallery
     else:
-        query = splits.validation
-        gallery = None
+        query, gallery = splits.validation_sides
     if not len(query):
         raise DataError(f"{run.path} has no {side} items, because its [split] leaves none.")
     return query, gallery
@@ -316,7 +315,7 @@ def refuse_unanswerable(run: Run | DividedItems) -> None:
     rounds = test.rounds(splits.query, splits.gallery)
     sides = [("test", query, gallery) for query, gallery, _, _ in rounds]
     if len(splits.validation):
-        sides.append(("validation", splits.validation, None))
+        sides.append(("validation", *splits.validation_sides))
     for side, query, gallery in sides:
         # nothing is searched, so the items' own numbers stand in for their codes
         search, query_class, item_class, arguments = test.search(query, gallery, query, gallery)

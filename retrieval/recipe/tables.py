@@ -153,6 +153,11 @@ class Split(Section):
     """Fraction of the *training* side that is held out for early stopping; or 0."""
     validation_by: Literal["item", "class"] = "item"
     """Hold out items of every class (`item`) or whole classes (`class`)."""
+    source: str | None = None
+    """A column of metadata, such as `camera`, whose values are where items come from. A
+    `validation` fraction of the sources, at least one, does not train: their validation items
+    search those of the other sources, so that the best epoch is best for sources it has not seen.
+    """
     seed: int = 0
     """Seed of the split. Runs with different top-level seeds thus share a split."""
 

@@ -268,7 +268,7 @@ def validate(
 
     The monitored metric's sums over classes come with them.
 
-    Every validation item is a query against the others. A metric that is NaN or infinite for a
+    The queries are `Splits.validation_sides`. A metric that is NaN or infinite for a
     query is left out.
 
     Args:
@@ -281,7 +281,9 @@ def validate(
     """
     model = model or run.model
     recipe = run.recipe
+    labels = run.splits.labels
     indices = run.splits.validation
+    query, gallery = run.splits.validation_sides
     codes = encode(
         model,
         dataset,
@@ -300,11 +302,13 @@ def validate(
         if isinstance(metric, CheckedMetric):
             metric.finite = False
     evaluation = evaluate(
-        codes,
-        run.splits.labels[indices],
+        codes[np.searchsorted(indices, query)],
+        labels[query],
+        gallery=None if gallery is None else codes[np.searchsorted(indices, gallery)],
+        gallery_labels=None if gallery is None else labels[gallery],
         metrics=metrics,
         distance=None if model.combiner is None else model.combiner.compute_mat,
-        **Protocol(run, indices, None).arguments(indices, None),
+        **Protocol(run, query, gallery).arguments(query, gallery),
     )
     measured: dict[str, float] = {}
     for name, value in evaluation.values.items():
@@ -314,7 +318,7 @@ def validate(
             warn(f"the metric {name} gave NaN or infinite values, so it was not measured.")
     monitored = evaluation.per_query[Monitor(recipe).name]
     answered = ~np.isnan(monitored)
-    _, classes = np.unique(run.splits.labels[indices][answered], return_inverse=True)
+    _, classes = np.unique(labels[query][answered], return_inverse=True)
     sums = np.bincount(classes, monitored[answered])
     return measured, (sums.tolist(), np.bincount(classes).tolist())
 

@@ -177,3 +177,55 @@ def test_a_class_with_one_item_trains_with_a_note():
     splits = make_splits(dataset([*each("a b", 8), "alone"]), Split(by="item"))
     assert "alone" in splits.train_classes
     assert len(splits.notes) == 1 and "(alone)" in splits.notes[0]
+
+
+CAMERAS = ["a", "b", "c", "d", "e"]
+
+
+def photos(classes: int, each: int = 2) -> ArrayDataset:
+    """Return a dataset with `each` photos of each class by each of five cameras."""
+    rows = [(f"class {n}", camera) for n in range(classes) for camera in CAMERAS * each]
+    return dataset([label for label, _ in rows], metadata=[{"camera": c} for _, c in rows])
+
+
+@pytest.mark.parametrize("seed", [0, 1, -3])
+@pytest.mark.parametrize(("part", "count"), [(0.05, 1), (0.3, 2), (0.5, 3)])
+@pytest.mark.parametrize("validation_by", ["item", "class"])
+def test_validation_by_source(validation_by, part, count, seed):
+    data = photos(12, 4)
+    table = {"by": "class", "test": 0.3, "validation": part, "seed": seed}
+    split = Split(**table, validation_by=validation_by, source="camera")
+    splits = make_splits(data, split)
+    camera = np.array([row["camera"] for row in data.metadata])
+    query, gallery = splits.validation_sides
+    held = {*camera[query]}
+    assert len(held) == count
+    assert held.isdisjoint(camera[splits.train])
+    assert held.isdisjoint(camera[gallery])
+    assert {*camera[splits.train]} | held == {*CAMERAS}
+    assert np.array_equal(np.union1d(query, gallery), splits.validation)
+    trained = {*splits.labels[splits.train]}
+    if validation_by == "class":
+        assert trained.isdisjoint(splits.labels[splits.validation])
+    else:
+        assert {*splits.labels[query]} == trained
+        assert len(query) == len(trained) * count * 4
+    assert any("does not train" in note for note in splits.notes)
+    # the test side is the same without sources
+    plain = make_splits(data, Split(**table, validation_by=validation_by))
+    assert np.array_equal(plain.query, splits.query)
+    assert plain.validation_sides[1] is None
+
+
+def test_validation_by_source_needs_three():
+    data = photos(12)
+    text = refusal(DataError, make_splits, data, Split(by="class", source="camara"))
+    assert "0 values of 'camara'" in text
+    assert "Did you mean 'camera'?" in text
+    two = [{"camera": "ab"[i % 2]} for i in range(len(data))]
+    few = dataset([*data.labels], metadata=two)
+    text = refusal(DataError, make_splits, few, Split(by="class", source="camera"))
+    assert "2 values of 'camera'" in text
+    # nothing is validated, so no source is held out
+    unvalidated = make_splits(few, Split(by="class", source="camera", validation=0.0))
+    assert unvalidated.validation_query is None

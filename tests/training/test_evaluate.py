@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.bundle.bundle import Bundle
+from retrieval.data.datasets import ArrayDataset
 from retrieval.data.encode import encode
 from retrieval.errors import BundleError, DataError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.export.export_run import export
 from retrieval.run.open import Run
+from retrieval.training.train import train
 from sklearn.datasets import load_digits
 from trained_weights import digit_photos, fit, log, ran, summary
 
@@ -48,6 +50,34 @@ def test_metrics_equal_plain_loops_and_the_bundle_agrees(make, tmp_path, combine
         overlap = results.candidates.overlap_at_10
         by_count = [overlap[count] for count in sorted(overlap, key=int)]
         assert by_count == sorted(by_count) and by_count[0] > 0.5
+
+
+def test_validation_by_source_searches_the_other_sources(tmp_path):
+    rng = np.random.default_rng(0)
+    labels = [str(number % 12) for number in range(240)]
+    vectors = rng.normal(size=(12, 8))[np.arange(240) % 12] + rng.normal(size=(240, 8))
+    metadata = [{"camera": "abcde"[number // 12 % 5]} for number in range(240)]
+    data = ArrayDataset(vectors, labels, kind="features", metadata=metadata)
+    recipe = {
+        "data": {"name": "core.digits"},
+        "split": {"by": "class", "validation_by": "class", "validation": 0.4, "source": "camera"},
+        "backbone": {"name": "core.features"},
+        "sampler": {"classes": 3, "items": 4},
+        "loss": {"name": "pml.triplet_margin"},
+        "evaluate": {"metrics": ["recall_at_1"]},
+    }
+    run = train(recipe, tmp_path / "run", epochs=2, dataset=data, progress=False)
+    query, gallery = run.splits.validation_sides
+    assert len(query) < len(gallery)
+    codes = encode(run.model, run.dataset, np.arange(240)).numpy()
+    hits = []
+    for item in query:
+        distances = np.linalg.norm(codes[gallery] - codes[item], axis=1)
+        hits.append(labels[gallery[int(np.argmin(distances))]] == labels[item])
+    expected = pytest.approx(np.mean(hits))
+    assert summary(run.path)["validation"]["recall_at_1"] == expected
+    measured = evaluate(run, side="validation", progress=False)
+    assert measured.metrics["trained"]["recall_at_1"] == expected
 
 
 def test_a_metric_with_parameters_reaches_log_table_and_json(make, tmp_path):
