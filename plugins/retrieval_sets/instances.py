@@ -21,7 +21,6 @@ GPR = Published(
 )
 _GPR_NAME = re.compile(r"(\d{1,6})_.*\.\w+")
 _MET_QUERIES = {"test": Count(19_319), "validation": Count(2_165)}
-ILIAS_HOME = "its makers (vrg.fel.cvut.cz/ilias)"
 DISC = Published(
     "DISC21",
     "Meta AI (ai.meta.com/datasets/disc21-dataset)",
@@ -79,9 +78,8 @@ def met(
         folder: the folder that holds `ground_truth` and `images`.
         queries: which queries to load.
     """
-    lists = {"gallery": "MET_database.json", "query": f"{queries[:4]}set.json"}
-    if queries == "validation":
-        lists["query"] = "valset.json"
+    query_file = {"test": "testset.json", "validation": "valset.json"}[queries]
+    lists = {"gallery": "MET_database.json", "query": query_file}
     published = Published(
         "the Met dataset",
         "its makers (cmp.felk.cvut.cz/met)",
@@ -143,7 +141,7 @@ def ilias(
     skipped = set(others)
     published = Published(
         "ILIAS",
-        ILIAS_HOME,
+        "its makers (vrg.fel.cvut.cz/ilias)",
         "OBJECT/query/ and OBJECT/pos/ with images for each object",
         {"query": [Count(1_232, 1_000)], "gallery": [Count(4_715 + len(others))]},
     )
@@ -204,7 +202,7 @@ def wildlife_reid10k(folder: Path, skip_bad: bool = False) -> Dataset:
     """Load WildlifeReID-10k or data in its layout: known and new animals, as in AnimalCLEF 2025.
 
     Adam, Čermák, Papafitsoros & Picek, "WildlifeReID-10k: Wildlife re-identification dataset with
-    10k individual animals", CVPR Workshops 2025. Nothing is downloaded, and no counts are checked,
+    10k individual animals", arXiv:2406.09211. Nothing is downloaded, and no counts are checked,
     since its releases differ. Images of the split "train" or "database" are the gallery, those of
     "test" or "query" the queries. A query whose individual the gallery lacks shows a new animal.
     The metrics are `sets.baks` and `sets.baus`. The metadata of an item have its `dataset` and

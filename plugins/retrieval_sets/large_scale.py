@@ -110,8 +110,9 @@ def google_landmarks_v2(
     1,580,470 training images of 81,313 landmarks. The gallery is the index of 761,757 images. The
     queries are the test images for which the solution lists images of the index. The metadata of a
     query say whether its `usage` is "Public" or "Private", and list those images in `relevant`: set
-    `[evaluate] relevant = ["relevant"]` and the metric `map_at_100`, as in the paper. Without this
-    key, all images of the query's label are relevant: of the most frequent landmark among them.
+    `[evaluate] relevant = ["relevant"]` and the metric `map_at_100`, as in the paper; the key
+    `by = "usage"` gives both numbers. Without the lists, all images of the query's label are
+    relevant: of the most frequent landmark among them.
 
     Args:
         folder: the folder that holds `train`, `index`, `test` and the lists.

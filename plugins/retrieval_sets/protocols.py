@@ -32,8 +32,8 @@ class OxfordAP:
 class OxfordPrecisionAt:
     """mP@K of ROxford and RParis: the precision at rank min(K, rank of the last relevant item).
 
-    Radenović et al., CVPR 2018, section 4.3; `compute_map` of `revisitop`. A query with fewer than
-    K relevant items can therefore reach 1.
+    Radenović et al., CVPR 2018; `compute_map` of `revisitop`. A query with fewer than K relevant
+    items can therefore reach 1.
 
     Args:
         k: the rank.
@@ -76,13 +76,14 @@ class MicroAP:
     The pairs of a query and an item are ordered by distance, and of equally near pairs the wrong
     ones come first. µAP = (1/R) Σ_i rel(i) · Precision@i, where R is the number of relevant pairs.
     Queries without a relevant item only add wrong pairs. Douze et al., "The 2021 Image Similarity
-    Dataset and Challenge", 2021, section 3.2, which allows 500,000 pairs for 50,000 queries.
+    Dataset and Challenge", 2021, and `precision_recall` of its code. The challenge ranks the
+    500,000 nearest pairs of all queries; here, a pair must be among the `k` nearest of its query.
 
     Args:
-        k: how many neighbours of each query to rank.
+        k: how many neighbours of each query to rank; 20 for 25,000 queries gives 500,000 pairs.
     """
 
-    def __init__(self, k: PositiveInt = 10) -> None:
+    def __init__(self, k: PositiveInt = 20) -> None:
         self.depth = k
 
     def pooled(self, hits: PooledHits) -> float:
@@ -100,9 +101,9 @@ class MetGAP:
     of the gallery, with s = 0 for classes that are not among the nearest. The predictions of all
     queries are ordered by confidence, of equal ones the wrong first; GAP is their average precision
     over the queries with an answer. Ypsilantis et al., "The Met Dataset: Instance-level Recognition
-    for Artworks", NeurIPS Datasets 2021, sections 3.3 and 4; `gap` and `KNN_Classifier` of its
-    code. Embeddings must have unit length. The paper chooses `k` and `temperature` on its
-    validation queries.
+    for Artworks", NeurIPS Datasets 2021; `gap` and `KNN_Classifier` of its code. Embeddings must
+    have unit length. The authors choose `k` and `temperature` on their validation queries; their
+    code also whitens the embeddings, which a metric does not.
 
     Args:
         k: how many neighbours vote.
@@ -145,22 +146,26 @@ class MetAccuracy:
         return float((predicted == hits.query_class)[known].mean())
 
 
-class BAKS:
-    """Balanced accuracy on known samples: the mean over known individuals of their accuracy.
-
-    A query is answered with the nearest item's individual, or with "new" if that item is farther
-    than `threshold`. Known are the individuals that the gallery shows. Adam et al.,
-    "WildlifeReID-10k", CVPR Workshops 2025, and AnimalCLEF 2025, whose score is the geometric mean
-    of BAKS and BAUS. Choose the threshold on other data.
-
-    Args:
-        threshold: the largest distance at which an individual is named.
-    """
+class _Threshold:
+    """A metric that names the nearest item's individual, or says "new" if it is too far."""
 
     depth = 1
 
     def __init__(self, threshold: PositiveFloat) -> None:
         self.threshold = threshold
+
+
+class BAKS(_Threshold):
+    """Balanced accuracy on known samples: the mean over known individuals of their accuracy.
+
+    A query is answered with the nearest item's individual, or with "new" if that item is farther
+    than `threshold`. Known are the individuals that the gallery shows. Adam et al.,
+    "WildlifeReID-10k", arXiv:2406.09211; `BAKS` of the package `wildlife-datasets`. The score of
+    AnimalCLEF 2025 is the geometric mean of BAKS and BAUS. Choose the threshold on other data.
+
+    Args:
+        threshold: the largest distance at which an individual is named.
+    """
 
     def pooled(self, hits: PooledHits) -> float:
         """Return the balanced accuracy, NaN without a known individual."""
@@ -169,7 +174,7 @@ class BAKS:
         return _balanced(right, hits.query_class, hits.relevant > 0)
 
 
-class BAUS:
+class BAUS(_Threshold):
     """Balanced accuracy on unknown samples: the mean over new individuals of the share called new.
 
     See `BAKS`. New are the individuals that the gallery does not show.
@@ -177,11 +182,6 @@ class BAUS:
     Args:
         threshold: the largest distance at which an individual is named.
     """
-
-    depth = 1
-
-    def __init__(self, threshold: PositiveFloat) -> None:
-        self.threshold = threshold
 
     def pooled(self, hits: PooledHits) -> float:
         """Return the balanced accuracy, NaN without a new individual."""

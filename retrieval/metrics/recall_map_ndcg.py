@@ -110,8 +110,8 @@ class MeanAveragePrecision:
 class MAPAt:
     """MAP@K of instance-level search: (1/min(R, K)) Σ_{i=1}^{K} rel(i) · Precision@i.
 
-    mAP@100 of Google Landmarks v2 (Weyand et al., CVPR 2020, section 4.2) and mAP@1k of ILIAS
-    (Kordopatis-Zilos et al., CVPR 2025, section 4), whose code divides the same way.
+    mAP@100 of Google Landmarks v2 (Weyand et al., CVPR 2020) and mAP@1k of ILIAS (Kordopatis-Zilos
+    et al., CVPR 2025).
 
     Args:
         k: how many neighbours to look at.
