@@ -2,7 +2,7 @@
 CPU seconds.
 
     npm pack @phosphor-icons/core@2.1.1 && tar xzf phosphor-icons-core-2.1.1.tgz
-    pip install resvg-py==0.5.0 open-metric-learning==4.0.0 'embedding-retrieval[efficientnet,lora]'
+    pip install resvg-py==0.5.0 'embedding-retrieval[efficientnet,lora]'
     OMP_NUM_THREADS=1 python benchmarks/recipes.py --icons package    # resumes where it stopped
     OMP_NUM_THREADS=1 python benchmarks/recipes.py --sets digits --splits 1    # a few minutes
     python benchmarks/recipes.py --write
@@ -279,93 +279,6 @@ def trained(
     return {"seconds": seconds, "metrics": metrics, "verdict": verdict}
 
 
-# --- other loops ------------------------------------------------------------------------------
-
-
-def loop(name: str, kind: str, split: str, seconds: float) -> Tables:
-    """Train with another library's documented loop for some CPU seconds; return the row.
-
-    Net, weights, image size and augmentation are those of our recipes; loss, miner, sampler,
-    optimiser and learning rates are the example's. The validation classes train too.
-    """
-    import retrieval
-    import torch
-    from PIL import Image
-    from torchvision import transforms
-
-    torch.manual_seed(0)
-    backbone = retrieval.create("backbone", LITE0["name"], size=LITE0["size"], crop=LITE0["crop"])
-    shape = backbone.preprocessing
-    end = [transforms.ToTensor(), transforms.Normalize(shape.mean, shape.std)]
-    change = {key: value for key, value in moved(name).items() if key != "name"}
-    transform = transforms.Compose([transforms.Resize(64), transforms.RandomAffine(**change), *end])
-    plain = transforms.Compose([transforms.Resize(64), *end])
-    rows = read_table(name, split)
-    folder = PLACE / name
-    images = {row["path"]: Image.open(folder / row["path"]).convert("RGB") for row in rows}
-    train = [row for row in rows if row["split"] == "train"]
-    labels = np.unique([row["label"] for row in train], return_inverse=True)[1]
-    model, loss, optimizers, batches = LOOPS[kind](backbone, labels)
-    began, model = time.process_time(), model.train()
-    while time.process_time() - began < seconds:
-        for batch in batches:
-            x = torch.stack([transform(images[train[i]["path"]]) for i in batch])
-            value = loss(model(x), torch.tensor(labels[list(batch)]))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            value.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            if time.process_time() - began > seconds:
-                break
-    spent = time.process_time() - began
-    model.eval()
-
-    def encode(paths: list[Path]) -> NDArray[np.float32]:
-        with torch.no_grad():
-            opened = [plain(images[str(path.relative_to(folder))]) for path in paths]
-            parts = [model(batch) for batch in torch.stack(opened).split(64)]
-        return torch.nn.functional.normalize(torch.cat(parts)).numpy()
-
-    return {"seconds": spent, "metrics": searched(name, split, encode), "verdict": []}
-
-
-def pml_loop(backbone: Any, labels: NDArray[np.int64]) -> tuple[Any, Any, list[Any], Any]:
-    """Return the parts of pytorch-metric-learning's example MetricLossOnly."""
-    import torch
-    from pytorch_metric_learning import losses, miners, samplers
-
-    embedder = torch.nn.Linear(backbone.features, 64)
-    loss, miner = losses.TripletMarginLoss(margin=0.1), miners.MultiSimilarityMiner(epsilon=0.1)
-    sampler = samplers.MPerClassSampler(labels, m=4, length_before_new_iter=len(labels))
-    optimizers = [
-        torch.optim.Adam(part.parameters(), lr=lr, weight_decay=1e-4)
-        for part, lr in ((backbone, 1e-5), (embedder, 1e-4))
-    ]
-    batches = torch.utils.data.BatchSampler(sampler, 32, drop_last=True)
-    mined = lambda codes, y: loss(codes, y, miner(codes, y))  # noqa: E731
-    return torch.nn.Sequential(backbone, embedder), mined, optimizers, batches
-
-
-def oml_loop(backbone: Any, labels: NDArray[np.int64]) -> tuple[Any, Any, list[Any], Any]:
-    """Return the parts of open-metric-learning's training example, with batches of 16 × 4."""
-    import torch
-    from oml.losses.triplet import TripletLossWithMiner
-    from oml.miners.inbatch_all_tri import AllTripletsMiner
-    from oml.samplers.balance import BalanceSampler
-
-    classes = min(16, len(np.unique(labels)))
-    return (
-        backbone,
-        TripletLossWithMiner(0.1, AllTripletsMiner()),
-        [torch.optim.Adam(backbone.parameters(), lr=1e-4)],
-        BalanceSampler(labels.tolist(), n_labels=classes, n_instances=4),
-    )
-
-
-LOOPS = {"PML's example": pml_loop, "OML's example": oml_loop}
-
-
 # --- students ---------------------------------------------------------------------------------
 
 
@@ -450,7 +363,7 @@ def students(name: str, seed: int) -> Tables:
 # --- what is measured, and the page -----------------------------------------------------------
 
 CORE = ("raw pixels", "frozen", "frozen, levels, head", "fine-tuned", "from scratch")
-FURTHER = (*LOOPS, "LoRA", "large batch in chunks")
+FURTHER = ("LoRA", "large batch in chunks")
 SEEDS = 5
 STUDENTS = "digits"
 
@@ -467,10 +380,7 @@ def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
                     yield from ((name, 0, f"students {seed}") for seed in range(SEEDS))
 
 
-def measured(name: str, split: int, title: str, rows: list[Tables]) -> Tables:
-    if title in LOOPS:
-        (row,) = bench.chosen(rows, set=name, split=split, recipe="fine-tuned")
-        return loop(name, title, str(split), row["seconds"])
+def measured(name: str, split: int, title: str) -> Tables:
     if title == "distilled student":
         return distilled(name, str(split))[0]
     if title.startswith("students"):
@@ -578,9 +488,8 @@ def render(raw: Sequence[Tables]) -> str:
         the frozen net's features. The pretrained net is `core.efficientnet_lite0` at 64 pixels.
         {raw[0]["machine"]}; {raw[0]["versions"]}.
 
-        The examples of pytorch-metric-learning (`MetricLossOnly`) and open-metric-learning 4.0.0
-        train the same net with the same augmentation, for the seconds of *fine-tuned*. A student's
-        seconds are those of the whole command.
+        A student's seconds are those of the whole command. Examples of other libraries are not
+        here: their rates and batches were not searched as ours were.
 
         {tables}
 
@@ -615,7 +524,7 @@ def main() -> None:
         torch.set_num_threads(1)
         files(name, options.icons)
         row = {"set": name, "split": split, "recipe": title}
-        row |= measured(name, split, title, kept.rows)
+        row |= measured(name, split, title)
         kept.add(row | {"machine": bench.machine(), "versions": bench.versions(*PACKAGES)})
     kept.finish(render(kept.rows))
 
