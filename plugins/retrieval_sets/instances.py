@@ -137,13 +137,13 @@ def ilias(
     root = folder
     if (folder / "ilias_core").is_dir():
         root = folder / "ilias_core"
-    others = find_images(root / distractors).images if distractors else []
-    skipped = set(others)
+    unrelated = find_images(root / distractors).images if distractors else []
+    skipped = set(unrelated)
     published = Published(
         "ILIAS",
         "its makers (vrg.fel.cvut.cz/ilias)",
         "OBJECT/query/ and OBJECT/pos/ with images for each object",
-        {"query": [Count(1_232, 1_000)], "gallery": [Count(4_715 + len(others))]},
+        {"query": [Count(1_232, 1_000)], "gallery": [Count(4_715 + len(unrelated))]},
     )
     published.root(root)
     rows = []
@@ -154,7 +154,7 @@ def ilias(
                 rows.append(Row(key, key.partition("/")[0], "test", role))
     if not rows:
         raise DataError(f"{folder} is not ILIAS: OBJECT/query is missing. {published.advice}")
-    for path in others:
+    for path in unrelated:
         rows.append(Row(path.relative_to(root).as_posix(), "distractor", "test", "gallery"))
     return assemble(published, Lists(root, rows, []), counts, where=folder, skip_bad=skip_bad)
 

@@ -22,10 +22,10 @@ class OxfordAP:
     def __call__(self, matches: Bools, relevant: Ints) -> Floats64:
         """Return the average precision for each query (Q,)."""
         ranks = np.arange(1, matches.shape[1] + 1)
-        found = np.cumsum(matches, axis=1)
+        hits_so_far = np.cumsum(matches, axis=1)
         before = np.ones(matches.shape)
-        before[:, 1:] = found[:, :-1] / ranks[:-1]
-        areas = (before + found / ranks) / 2
+        before[:, 1:] = hits_so_far[:, :-1] / ranks[:-1]
+        areas = (before + hits_so_far / ranks) / 2
         return np.asarray((areas * matches).sum(axis=1) / relevant)
 
 
@@ -48,8 +48,8 @@ class OxfordPrecisionAt:
         """Return the precision for each query (Q,)."""
         last = matches.shape[1] - np.argmax(matches[:, ::-1], axis=1)
         rank = np.minimum(last, self.k)
-        found = np.cumsum(matches, axis=1)
-        return np.asarray(found[np.arange(len(rank)), rank - 1] / rank)
+        hits_so_far = np.cumsum(matches, axis=1)
+        return np.asarray(hits_so_far[np.arange(len(rank)), rank - 1] / rank)
 
 
 class GPR1200AP:
@@ -205,8 +205,8 @@ def nearest_class(hits: PooledHits, temperature: float) -> tuple[Ints, Floats64]
     winner = votes.argmax(axis=1)[:, None]
     # relative to the largest, so that no exponential overflows
     best = np.take_along_axis(votes, winner, 1)
-    others = (hits.classes - first.sum(axis=1)) * np.exp(-temperature * best[:, 0])
-    total = np.exp(temperature * (votes - best)).sum(axis=1) + others
+    absent_classes = (hits.classes - first.sum(axis=1)) * np.exp(-temperature * best[:, 0])
+    total = np.exp(temperature * (votes - best)).sum(axis=1) + absent_classes
     return np.take_along_axis(sorted_class, winner, 1)[:, 0], 1 / total
 
 

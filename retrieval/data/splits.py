@@ -161,8 +161,8 @@ def tested_splits(dataset: Dataset) -> Splits:
     """
     labels, classes = _classes(dataset)
     notes: list[str] = []
-    others = np.isin(dataset.splits or [""] * len(labels), ("train", "validation"))
-    query, gallery = _roles(dataset, np.flatnonzero(~others), notes)
+    trains = np.isin(dataset.splits or [""] * len(labels), ("train", "validation"))
+    query, gallery = _roles(dataset, np.flatnonzero(~trains), notes)
     if not len(query):
         raise DataError("The dataset has no items to test on.")
     none = np.empty(0, np.int64)

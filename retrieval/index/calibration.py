@@ -201,8 +201,8 @@ class Calibration:
     def is_stale(self, index: Index) -> bool:
         """Return whether over 10 % of the items were added or deleted since the calibration."""
         # To count the ids is far cheaper than to read the items.
-        found = index.store.count(_with_ids(tuple(self.sample)))
-        alive = self.count * found / len(self.sample)
+        remaining = index.store.count(_with_ids(tuple(self.sample)))
+        alive = self.count * remaining / len(self.sample)
         deleted = self.count - alive
         added = max(0, len(index) - alive)
         return deleted + added > _STALE_SHARE * self.count

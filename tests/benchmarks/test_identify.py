@@ -110,9 +110,13 @@ def test_precision_leaves_the_examples_out():
 
 @pytest.mark.parametrize("script", ["identify", "likes"])
 def test_quick(script, monkeypatch, capsys):
+    import bench
+
     module = importlib.import_module(script)
-    monkeypatch.setattr(module, "one_thread", lambda: None)
+    monkeypatch.setattr(bench, "one_thread", lambda: None)
     monkeypatch.setattr(sys, "argv", [script, "--quick"])
-    module.main()
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert not ended.value.code
     rows = capsys.readouterr().out.splitlines()
     assert rows and all(row.startswith("{'set': 'digits'") for row in rows)

@@ -93,14 +93,14 @@ class Tuning:
                     f"{name}: so few trials and folds cannot tell whether the folds agree"
                     f" (ρ = {folds.rho:.2f}). Use more trials."
                 ]
-            found = f"(ρ = {folds.rho:.2f}, {equation(folds.p)})"
+            correlation = f"(ρ = {folds.rho:.2f}, {equation(folds.p)})"
             if folds.p > LEVEL:
                 return [
-                    f"{name}: the folds agree no better than chance {found}, so the search could"
-                    " not tell trials apart. Use more trials, more repeats or, with few classes,"
-                    " hold out items (fold_by=item)."
+                    f"{name}: the folds agree no better than chance {correlation}, so the search"
+                    " could not tell trials apart. Use more trials, more repeats or, with few"
+                    " classes, hold out items (fold_by=item)."
                 ]
-            lines.append(f"{name}: the folds agree {found}.")
+            lines.append(f"{name}: the folds agree {correlation}.")
         for key, value in self.values.items():
             tried = {trial.values[key] for trial in self.trials if trial.score is not None}
             if isinstance(value, bool | str) or len(tried) < 3:
