@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -30,7 +31,7 @@ def read_qrels(path: Path) -> dict[str, dict[str, float]]:
 
     def add(words: list[str]) -> None:
         name, _, id, text = words
-        grade = grade_of(text)
+        grade = number_of(text)
         grades = qrels.setdefault(unquote(name), {})
         if grades.setdefault(unquote(id), grade) != grade:
             raise ValueError(f"{unquote(id)} has another grade before")
@@ -52,7 +53,7 @@ def read_run(path: Path) -> dict[str, list[str]]:
         scores = hits.setdefault(unquote(name), {})
         if unquote(id) in scores:
             raise ValueError(f"{unquote(id)} is a hit of this query before")
-        scores[unquote(id)] = (float(np.float32(grade_of(score))), id)
+        scores[unquote(id)] = (float(np.float32(number_of(score))), id)
 
     _read_words(path, "QUERY Q0 ID RANK SCORE TAG", add)
     return {
@@ -82,14 +83,15 @@ def run_text(rankings: Rankings) -> str:
     )
 
 
-def grade_of(value: object) -> float:
+def number_of(value: Any) -> float:
     """Return a finite number; raise a ValueError for anything else."""
     try:
-        if not isinstance(value, bool) and math.isfinite(grade := float(value)):  # type: ignore[arg-type]
-            return grade
+        number = float(value)
     except (TypeError, ValueError):
-        pass
-    raise ValueError(f"the grade {value!r} is not a number")
+        number = math.nan
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError(f"{value!r} is not a finite number")
+    return number
 
 
 def lines_of(path: StrPath) -> list[bytes]:

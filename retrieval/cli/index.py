@@ -663,14 +663,14 @@ def golden_command(
     grade}.
     """
     from retrieval.base.files import write_text
-    from retrieval.base.trec import read_qrels, read_run
-    from retrieval.index.golden import DEFAULT_METRICS, evaluate_run, queries_of
+    from retrieval.base.trec import read_run
+    from retrieval.index.golden import DEFAULT_METRICS, evaluate_run, read_judged
 
     has_index = path is not None and (golden is None) != (qrels is None) and run is None
     if not has_index and (path or golden or not (qrels and run)):
         raise click.UsageError("Name INDEX and either GOLDEN or --qrels; or --qrels and --run.")
     names = list(dict.fromkeys((*(metrics or DEFAULT_METRICS), *at_least)))
-    judged: Any = golden if qrels is None else queries_of(read_qrels(qrels))
+    judged: Any = golden if qrels is None else read_judged(qrels)
     if path is None:
         assert run is not None
         report = evaluate_run(judged, read_run(run), names)

@@ -126,8 +126,7 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
 
     Raises:
         DataError: sides, classes or sources do not exist, a side is empty, or no class has two
-            items. The
-            message lists every problem of the columns, or else of the split.
+            items. The message lists every problem of the columns, or else of the split.
     """
     labels, classes = _classes(dataset)
     notes: list[str] = []

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from retrieval.base.arrays import Bools, Floats, Ints
-from retrieval.base.files import write_json, write_text
+from retrieval.base.files import whole_file, write_json
 from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Progress, shows_progress
 from retrieval.base.trec import qrels_text, run_text
@@ -422,7 +422,8 @@ class Protocol:
     def write_rankings(self, path: Path, query: Any, gallery: Any, distance: Any) -> None:
         """Write the first 1,000 hits of each query as a TREC run, and what is relevant as qrels.
 
-        Both name items by their keys. With random galleries, they are of the first.
+        Both name items by their keys. The qrels have one line for each query and relevant item.
+        With random galleries, both files are of the first.
 
         Raises:
             DataError: a file cannot be written.
@@ -440,15 +441,19 @@ class Protocol:
         keys = self.run.dataset.keys
         names = [keys[item] for item in (queries if searched is None else searched)]
         hits, _ = search.nearest(min(_RANKED, len(names)))
-        ranked = {}
-        qrels = {}
-        for number, item in enumerate(queries):
-            ranked[keys[item]] = [names[row] for row in hits[number] if row >= 0]
-            (grades,) = visible_grades(search, relevance, np.array([number]))
-            relevant = np.flatnonzero(grades > 0)
-            qrels[keys[item]] = {names[row]: float(grades[row]) for row in relevant}
-        write_text(path, run_text(ranked), DataError)
-        write_text(judged, qrels_text(qrels), DataError)
+        with (
+            whole_file(path, DataError) as new_run,
+            whole_file(judged, DataError) as new_qrels,
+            new_run.open("w", encoding="utf-8", errors="backslashreplace") as run,
+            new_qrels.open("w", encoding="utf-8", errors="backslashreplace") as qrels,
+        ):
+            # Query by query: where classes are large, there are far more relevant pairs than items.
+            for number, item in enumerate(queries):
+                key = keys[item]
+                run.write(run_text({key: [names[row] for row in hits[number] if row >= 0]}))
+                (grades,) = visible_grades(search, relevance, np.array([number]))
+                relevant = np.flatnonzero(grades > 0)
+                qrels.write(qrels_text({key: {names[row]: float(grades[row]) for row in relevant}}))
 
     def search(
         self, query: Items, gallery: Items | None, left: Any, right: Any, *further: Any

@@ -201,7 +201,7 @@ class Calibration:
     def is_stale(self, index: Index) -> bool:
         """Return whether over 10 % of the items were added or deleted since the calibration."""
         # To count the ids is far cheaper than to read the items.
-        remaining = index.store.count(_with_ids(tuple(self.sample)))
+        remaining = index.store.count(In("id", tuple(self.sample)))
         alive = self.count * remaining / len(self.sample)
         deleted = self.count - alive
         added = max(0, len(index) - alive)
@@ -235,12 +235,6 @@ class Calibration:
             raise StoreError(
                 f"The calibration of this index cannot be read: {fault}. Calibrate it again."
             ) from None
-
-
-# Each answer that tells whether the calibration is stale needs it, and its values are checked anew.
-@lru_cache(maxsize=8)
-def _with_ids(ids: tuple[str, ...]) -> Filter:
-    return In("id", ids)
 
 
 def read_field(entry: Item | Hit, field: Field) -> str | None:

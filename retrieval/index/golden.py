@@ -31,7 +31,7 @@ from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import ahead, cores
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.strict_json import strict_loads
-from retrieval.base.trec import Qrels, Rankings, grade_of, lines_of, run_text
+from retrieval.base.trec import Rankings, lines_of, number_of, read_qrels, run_text
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import BelowTarget, DataError, refuse, some
 from retrieval.index.calibration import as_queries
@@ -233,7 +233,7 @@ def _query_of(entry: Any, folder: Path, number: int) -> GoldenQuery:
         if not isinstance(relevant, list) or not all(isinstance(id, str) for id in relevant):
             raise ValueError('"relevant" is not a list of ids or an object of grades by id')
         relevant = dict.fromkeys(relevant, 1)
-    grades = {id: grade_of(grade) for id, grade in relevant.items()}
+    grades = {id: number_of(grade) for id, grade in relevant.items()}
     # A query by id does not find its own item.
     grades = {id: grade for id, grade in grades.items() if grade > 0 and (kind, id) != ("id", name)}
     if not grades:
@@ -241,21 +241,21 @@ def _query_of(entry: Any, folder: Path, number: int) -> GoldenQuery:
     return GoldenQuery(name, grades, source)
 
 
-def queries_of(qrels: Qrels) -> list[GoldenQuery]:
-    """Return the judgements of TREC's qrels as queries by the id of an item.
+def read_judged(path: Path) -> list[GoldenQuery]:
+    """Return the judgements of a file of TREC's qrels as queries by the id of an item.
 
     Queries without a relevant item are left out.
 
     Raises:
-        DataError: no item is relevant.
+        DataError: the file has faults, or no item is relevant.
     """
     queries = []
-    for name, grades in qrels.items():
+    for name, grades in read_qrels(path).items():
         relevant = {id: grade for id, grade in grades.items() if grade > 0}
         if relevant:
             queries.append(GoldenQuery(name, relevant, name))
     if not queries:
-        raise DataError("The qrels have no relevant item.")
+        raise DataError(f"{path}: no item is relevant.")
     return queries
 
 

@@ -340,7 +340,7 @@ _SENTENCES = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EpochVerdict:
     """How the best epoch of one kind compares with that of another.
 
     Attributes:
@@ -380,7 +380,7 @@ class Monitor:
             return value > other
         return value < other
 
-    def verdicts(self, progress: Position) -> list[Verdict]:
+    def verdicts(self, progress: Position) -> list[EpochVerdict]:
         """Return how the trained epochs compare with the start, and the backbone's with the head's.
 
         A run that was resumed from a checkpoint without sums over classes has no verdicts.
@@ -398,7 +398,9 @@ class Monitor:
             if epochs in sums and against in sums
         ]
 
-    def _verdict(self, epochs: str, against: str, of: ClassSums, reference: ClassSums) -> Verdict:
+    def _verdict(
+        self, epochs: str, against: str, of: ClassSums, reference: ClassSums
+    ) -> EpochVerdict:
         difference = difference_over_classes(of[0], reference[0], of[1])
         verdict = "undecided"
         if abs(difference.value) > difference.half:
@@ -408,7 +410,7 @@ class Monitor:
         half = None
         if math.isfinite(difference.half):
             half = difference.half
-        return Verdict(epochs, against, difference.value, half, verdict)
+        return EpochVerdict(epochs, against, difference.value, half, verdict)
 
     def sentences(self, progress: Position, suggests_frozen: bool, classes: int) -> list[str]:
         """Return sentences that say which epoch was kept, and whether training was worth it.
@@ -467,8 +469,8 @@ class Monitor:
         """Record an epoch's validation metrics in `progress`; return whether the run keeps it.
 
         The run keeps the best epoch. The first epoch that trains the backbone replaces one with a
-        trained head unless it is worse by more than chance (`Verdict`): validation cannot tell them
-        apart, and the later phase has learned more. An epoch whose monitored metric was not
+        trained head unless it is worse by more than chance (`EpochVerdict`): validation cannot tell
+        them apart, and the later phase has learned more. An epoch whose monitored metric was not
         measured is never kept, and does not count for `[train] patience`.
 
         Args:
