@@ -353,7 +353,9 @@ def matching(
         position = np.empty(len(query_class), np.int64)
         position[answerable] = np.arange(len(answerable))
         for rows, matches, failed in ranking:
-            yield rows[~failed], matches[~failed]
+            # metrics take at least one query
+            if not failed.all():
+                yield rows[~failed], matches[~failed]
             rest.append(position[rows[failed]])
     positions = np.sort(np.concatenate(rest))
     if len(positions):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from retrieval.evaluation import block_ranking
 from retrieval.evaluation.block_ranking import Ranking
-from retrieval.evaluation.evaluation import matching
+from retrieval.evaluation.evaluation import evaluate, matching
 from retrieval.evaluation.neighbors import NeighborSearch, exact_neighbors
 from sklearn.datasets import load_digits
 
@@ -159,3 +159,16 @@ def test_full_search_serves_only_other_distances_and_the_few_queries_in_doubt(mo
         list(matching(NeighborSearch(codes, None, distance=distance), labels, labels, *queries))
         assert least <= sum(searched) / len(codes) <= most
         searched.clear()
+
+
+def test_map_at_r_of_codes_whose_queries_are_all_in_doubt():
+    pixels, digit = images()
+    bits = np.sign((pixels - 8) @ GENERATOR.normal(size=(64, 10))).astype(np.float32)
+    relevant = np.bincount(digit)[digit] - 1
+    matches = expected(bits, digit, int(relevant.max()))
+    by_loops = []
+    for row, count in zip(matches, relevant, strict=True):
+        hits = np.flatnonzero(row[:count])
+        by_loops.append(sum((n + 1) / (rank + 1) for n, rank in enumerate(hits)) / count)
+    values = evaluate(bits, digit, metrics=["map_at_r"]).values
+    assert values["map_at_r"] == pytest.approx(np.mean(by_loops), abs=1e-12)
