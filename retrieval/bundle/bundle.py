@@ -65,12 +65,15 @@ class Encoded:
         code: codes (N, C) for the rescorer, the graph that measures the exact distances of a
             search's candidates. `None` without a rescorer.
         bundle: SHA-256 of the bundle; "" if unknown.
+        base: vectors (N, width) of the base, to which the bundle's adapter was applied. `None`
+            without an adapter, or if unknown.
     """
 
     vector: Floats32
     query: Floats32
     code: Floats32 | None = None
     bundle: str = ""
+    base: Floats32 | None = None
 
     def __len__(self) -> int:
         return len(self.vector)
@@ -87,7 +90,11 @@ class Encoded:
             code = None
         else:
             code = self.code[rows]
-        return Encoded(vector, query, code, self.bundle)
+        if self.base is None:
+            base = None
+        else:
+            base = self.base[rows]
+        return Encoded(vector, query, code, self.bundle, base)
 
 
 class Bundle:
@@ -103,7 +110,7 @@ class Bundle:
             `None`.
         sha256: SHA-256 of the manifest, which contains the SHA-256 of all files; identifies the
             bundle.
-        outputs: width of each output of the encoder, by name.
+        outputs: width of each output of the encoder, before the adapter if there is one, by name.
         compares_vectors_alone: whether the distance of a query and an item depends on these two
             vectors alone.
     """
@@ -247,7 +254,27 @@ class Bundle:
         return _run_batches(graph, widths, parts, len(inputs), what)
 
     def _encoded(self, out: Mapping[str, Floats32]) -> Encoded:
+        if self.manifest.adapter is not None:
+            return self.adapt(out["vector"])
         return Encoded(out["vector"], out.get("query", out["vector"]), out.get("code"), self.sha256)
+
+    def adapt(self, base: Array, *, batch_size: int = 1024) -> Encoded:
+        """Apply the adapter to vectors (N, width) of the base: the last step of `encode`.
+
+        Raises:
+            BundleError: this bundle has no adapter.
+            DataError: see `encode`.
+        """
+        entry = self.manifest.adapter
+        graph = self._sessions.adapter
+        if entry is None or graph is None:
+            raise BundleError(
+                f"The bundle {self.path} has no adapter: its encoder returns the vectors."
+            )
+        input = Input(kind="features", dtype="float32", shape=(entry.width,))
+        widths = {"vector": self.manifest.vector}
+        vectors = self._run(graph, widths, base, input, batch_size, "adapter")["vector"]
+        return Encoded(vectors, vectors, None, self.sha256, base.astype(np.float32, copy=False))
 
     @property
     def backbone_sha256(self) -> str | None:
@@ -542,12 +569,14 @@ class Sessions:
     Attributes:
         encoder: graph from "input" to "vector" and further outputs in the manifest.
         rescorer: graph from "query" and "items" to "distance", or `None`.
+        adapter: graph from "input" (vectors of the base) to "vector", or `None`.
         device: device that runs the graphs, "cpu" or "cuda".
         fallback: why the CPU runs them although ONNX Runtime was built for a GPU, else `None`.
     """
 
     encoder: Graph | SplitEncoder
     rescorer: Graph | None
+    adapter: Graph | None
     device: str
     fallback: str | None = None
 
@@ -615,6 +644,11 @@ class Sessions:
             codes = np.zeros((2, manifest.code or 0), np.float32)
             pair = {"query": codes[:1], "items": codes}
             rescorer = tried(manifest.rescorer.file, pair, {"distance": (1, 2)})
+        adapter = None
+        if manifest.adapter is not None:
+            vectors = np.zeros((1, manifest.adapter.width), np.float32)
+            outputs = {"vector": (1, manifest.vector)}
+            adapter = tried(manifest.adapter.file, {"input": vectors}, outputs)
         if device not in ("auto", first.device):
             raise BundleError(
                 "ONNX Runtime could not start on the CUDA device. Use the CPU, or run `retrieval"
@@ -623,7 +657,7 @@ class Sessions:
         fallback = None
         if first.device == "cpu" and devices[0] != "cpu":
             fallback = FALLBACK
-        return cls(encoder, rescorer, first.device, fallback)
+        return cls(encoder, rescorer, adapter, first.device, fallback)
 
 
 def _reason(fault: Exception) -> str:

@@ -35,6 +35,8 @@ from retrieval.images.preprocessing import Preprocessing
 
 T = TypeVar("T")
 FILE = "manifest.json"
+BASE_FILE = "base.json"
+"""In an adapter bundle, the manifest of the base."""
 MANIFEST_FORMAT = 1
 MANIFEST_BYTES = 4_000_000
 """Size limit of a manifest."""
@@ -173,6 +175,20 @@ class SplitEntry(ManifestEntry):
     features: Width
 
 
+class AdapterEntry(ManifestEntry):
+    """A small graph that follows the encoder of another bundle, the base.
+
+    Attributes:
+        file: name of the graph's file; the graph maps "input" (N, `width`) to "vector".
+        base: SHA-256 of the base's manifest, which this bundle keeps as `base.json`.
+        width: width of the base's vectors.
+    """
+
+    file: FileName
+    base: Sha256
+    width: Width
+
+
 class Cosine(ManifestEntry):
     """Cosine between a variant's vectors and those of the encoder itself, on real items."""
 
@@ -229,6 +245,7 @@ class Manifest(ManifestEntry):
     rescorer: RescorerEntry | None = None
     encoder: FileName | None = "encoder.onnx"
     split: SplitEntry | None = None
+    adapter: AdapterEntry | None = None
     variants: dict[str, Variant] = {}
     verified: Verified
     probe: Probe | None = None
@@ -253,6 +270,11 @@ class Manifest(ManifestEntry):
             )
         if len({space.name for space in self.subspaces}) < len(self.subspaces):
             raise ValueError("two sub-spaces have the same name")
+        if self.adapter is not None and not self.compares_by_euclidean:
+            raise ValueError(
+                "the vectors of an 'adapter' are compared whole, by their Euclidean distance, and"
+                " have neither codes nor an output 'query'"
+            )
         for space in self.subspaces:
             if space.stop > self.vector:
                 column = f"column {space.stop} of {self.vector}"
@@ -268,19 +290,34 @@ class Manifest(ManifestEntry):
             graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
         if self.rescorer is not None:
             graphs[self.rescorer.file] = "rescorer"
+        if self.adapter is not None:
+            graphs[self.adapter.file] = "adapter"
         for name, variant in self.variants.items():
             graphs[variant.file] = f"variant '{name}'"
         return graphs
 
     @property
     def outputs(self) -> dict[str, int]:
-        """Width of each output of the encoder, by name."""
+        """Width of each output of the encoder, before the adapter if there is one, by name."""
+        if self.adapter is not None:
+            return {"vector": self.adapter.width}
         widths = {"vector": self.vector}
         if self.query_vectors:
             widths["query"] = self.vector
         if self.rescorer is not None:
             widths["code"] = self.code or 0
         return widths
+
+    @property
+    def compares_by_euclidean(self) -> bool:
+        """Whether the Euclidean distance of whole vectors, of queries and items, orders results."""
+        return (
+            self.distance.exact
+            and self.distance.measure == "euclidean"
+            and self.code is None
+            and not (self.query_vectors or self.subspaces)
+            and self.merge == "min"
+        )
 
     @property
     def backbone_sha256(self) -> str | None:
@@ -316,7 +353,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
             raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
     manifest = manifest.model_copy(update={"files": files, "checksum": None})
     # Older versions refuse unknown keys, so keys without a value are left out.
-    left_out = {key for key in ("split", "probe") if getattr(manifest, key) is None}
+    left_out = {key for key in ("split", "adapter", "probe") if getattr(manifest, key) is None}
     # By way of JSON, because a reader computes it from the parsed file.
     checksum = checksum_of(json.loads(manifest.model_dump_json(exclude=left_out)))
     manifest = manifest.model_copy(update={"checksum": checksum})
@@ -353,6 +390,14 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     missing = [name for name in manifest.graphs() if name not in manifest.files]
     if missing:
         raise BundleError(f"{path} cannot be used: it has no SHA-256 for {', '.join(missing)}.")
+    adapter = manifest.adapter
+    if adapter is not None:
+        record = manifest.files.get(BASE_FILE)
+        if record is None or record.sha256 != adapter.base:
+            raise BundleError(
+                f"{path} cannot be used: its adapter needs {BASE_FILE}, the manifest of its base,"
+                " and 'base' must be its SHA-256."
+            )
     return manifest
 
 

@@ -41,7 +41,7 @@ from retrieval.index.sources import (
     state_of,
 )
 from retrieval.store.address import IndexPlace
-from retrieval.store.contract import CODE, FEATURES, VECTOR, Item, Keep, Superseded
+from retrieval.store.contract import BASE, CODE, FEATURES, VECTOR, Item, Keep, Superseded
 
 if TYPE_CHECKING:
     from retrieval.index.index import Index
@@ -571,7 +571,12 @@ def arrays_of(
 
 def by_name(encoded: Encoded, features: Floats32 | None = None) -> dict[str, Floats32]:
     """Return encoded arrays (n, width) and optional features (n, F) by name."""
-    arrays = {VECTOR: encoded.vector, CODE: encoded.code, FEATURES: features}
+    arrays = {
+        VECTOR: encoded.vector,
+        CODE: encoded.code,
+        BASE: encoded.base,
+        FEATURES: features,
+    }
     return {name: array for name, array in arrays.items() if array is not None}
 
 

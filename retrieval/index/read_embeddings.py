@@ -26,7 +26,7 @@ from retrieval.base.strict_json import parse_json, problems_of, strict_loads
 from retrieval.errors import DataError
 from retrieval.index.parquet import Table, pyarrow, table_errors, vectors_of
 from retrieval.index.sources import PLAN, Source, Sources, is_embedding, text_problem
-from retrieval.store.items import CODE, FEATURES, VECTOR, Floats, Item, Keep
+from retrieval.store.items import BASE, CODE, FEATURES, VECTOR, Floats, Item, Keep
 
 if TYPE_CHECKING:
     from retrieval.index.index import Index
@@ -55,7 +55,7 @@ class EmbeddingPlan:
         items: number of items.
         part: number of items per part; the last part has the rest.
         batch_size: number of items that the encoder embeds at a time.
-        widths: width of each column: "vector" and, if present, "code" and "features".
+        widths: width of each column: "vector" and, if present, "code", "base" and "features".
         limits: largest number of pixels and of bytes of an image that is decoded.
         complete: whether every part exists.
         bad: number of items that could not be used. `None` until the folder is complete.
@@ -73,9 +73,10 @@ class EmbeddingPlan:
     bad: int | None = None
 
     def __post_init__(self) -> None:
-        if VECTOR not in self.widths or not self.widths.keys() <= {VECTOR, CODE, FEATURES}:
+        if VECTOR not in self.widths or not self.widths.keys() <= {VECTOR, CODE, BASE, FEATURES}:
             raise ValueError(
-                "'widths' must have 'vector', may have 'code' and 'features', and nothing else"
+                "'widths' must have 'vector', may have 'code', 'base' and 'features', and nothing"
+                " else"
             )
 
     @property

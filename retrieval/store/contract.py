@@ -17,6 +17,7 @@ from retrieval.store.address import Address
 from retrieval.store.filters import Compare, Exists, Filter, In, Or, filter_to_text
 from retrieval.store.filters.tree import Condition, Field, Joint, fold, type_of
 from retrieval.store.items import (
+    BASE as BASE,
     CODE as CODE,
     FEATURES as FEATURES,
     VECTOR as VECTOR,

@@ -30,6 +30,9 @@ Keep = Literal["reference", "copy", "thumbnail", "nothing"]
 VECTOR = "vector"
 CODE = "code"
 FEATURES = "features"
+BASE = "base"
+NOT_SEARCHED = frozenset({FEATURES, BASE})
+"""Arrays that no search reads."""
 
 CALIBRATION = "calibration"
 """Name of the note that holds an index's calibration; see `Store.note`."""
@@ -83,8 +86,8 @@ class Item:
         width: width of the original image in pixels, after EXIF rotation.
         height: height of the original image in pixels, after EXIF rotation.
         arrays: float32 arrays by name. "vector" (P,) is searched. "code" (C,) is the input of the
-            bundle's rescorer, if it has one. "features" (F,) is the backbone's output, if the index
-            stores it.
+            bundle's rescorer, if it has one. "base" is the vector before the bundle's adapter, if
+            it has one. "features" (F,) is the backbone's output, if the index stores it.
     """
 
     id: str
@@ -206,10 +209,12 @@ def widths_of(bundle: Bundle, *, features: int | None = None) -> dict[str, int]:
     """
     manifest = bundle.manifest
     if bundle.has_code and manifest.code:
-        codes = {CODE: manifest.code}
+        outputs = {CODE: manifest.code}
+    elif manifest.adapter is not None:
+        outputs = {BASE: manifest.adapter.width}
     else:
-        codes = {}
-    return {VECTOR: manifest.vector, **codes, **({FEATURES: features} if features else {})}
+        outputs = {}
+    return {VECTOR: manifest.vector, **outputs, **({FEATURES: features} if features else {})}
 
 
 def spans_of(bundle: Bundle) -> tuple[tuple[int, int], ...]:

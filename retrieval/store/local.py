@@ -53,8 +53,10 @@ from retrieval.store.folder import (
 )
 from retrieval.store.index_backend import recall_at_10
 from retrieval.store.items import (
+    BASE,
     CODE,
     FEATURES,
+    NOT_SEARCHED,
     VECTOR,
     Candidates,
     Floats,
@@ -701,7 +703,7 @@ def _with_arrays(
     connection: apsw.Connection,
     rows: Sequence[Any],
     view: View,
-    names: Sequence[str] = (VECTOR, CODE, FEATURES),
+    names: Sequence[str] = (VECTOR, CODE, BASE, FEATURES),
 ) -> list[Item]:
     """Return rows of the record as items with the named arrays."""
     numbers = np.array([row[0] for row in rows], np.int64)
@@ -743,8 +745,7 @@ def _sorted(
             return Candidates(items, {}, distances)
     contents = {}
     for name, file in view.arrays.items():
-        # Features are large, and no search compares them.
-        if name != FEATURES:
+        if name not in NOT_SEARCHED:
             with file.reading(view.rows) as content:
                 contents[name] = content[rows]
     return Candidates(items, contents, distances)

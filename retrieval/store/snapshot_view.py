@@ -1,11 +1,11 @@
 """Append the rows of a generation to files, map the files, and search a consistent view.
 
 A generation holds the arrays of all items under one bundle: an item is a row of each array
-("vector", "code", "features"). Each array has an append-only file of float32 rows. The index's
-SQLite record holds the number of committed rows; any bytes after them are unused. Files grow in
-steps, so that readers seldom have to map them again. The record also holds a checksum of each block
-of a file. An append updates the checksums. A reader verifies vectors and codes when it opens their
-files, and features when it reads them.
+("vector", "code", "base", "features"). Each array has an append-only file of float32 rows. The
+index's SQLite record holds the number of committed rows; any bytes after them are unused. Files
+grow in steps, so that readers seldom have to map them again. The record also holds a checksum of
+each block of a file. An append updates the checksums. A reader verifies vectors and codes when it
+opens their files, and other arrays when it reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from retrieval.base.regular_files import FULL, open_plain, out_of_files
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.contract import StoreUnavailable
 from retrieval.store.exact_search import nearest, squared_distances
-from retrieval.store.items import FEATURES, VECTOR, Floats, Generation
+from retrieval.store.items import NOT_SEARCHED, VECTOR, Floats, Generation
 from retrieval.store.record import Record, ask, seq_of, served_generation, value
 from retrieval.store.search_structure import ARRAYS, Loaded, Structure, load_structure
 
@@ -499,14 +499,14 @@ class View(GenerationRows):
     ) -> tuple[dict[str, Floats], Bools]:
         """Return the named arrays (n, width) of items, and a mask (n,) of the items that have them.
 
-        Rows of other items are zero. The rows of features are verified first.
+        Rows of other items are zero. Rows of arrays that are not searched are verified first.
         """
         rows = self.runs.rows_of(numbers)
         present = rows >= 0
         arrays = {}
         for name in (name for name in names if name in self.generation.widths):
             array = self.arrays[name]
-            if name == FEATURES:
+            if name in NOT_SEARCHED:
                 sums = sums_of(connection, self.generation.number, name)
                 array.verify(self.rows, sums, rows[present])
             arrays[name] = np.zeros((len(numbers), array.width), np.float32)
@@ -638,8 +638,7 @@ class Views:
                 path = file_of(self.record.folder, rows.stem, name)
                 array = arrays[name] = ArrayFile(path, width)
                 array.rows(rows.rows)
-                # Features are verified when they are read.
-                if name != FEATURES:
+                if name not in NOT_SEARCHED:
                     array.verify(rows.rows, sums_of(connection, generation.number, name))
         view = View(**vars(rows), arrays=arrays)
         return replace(view, structure=self._structure(view, wait))

@@ -96,6 +96,17 @@ def make_bundle(
     return folder
 
 
+def linear_head(width: int = WIDTH, outputs: int = WIDTH, seed: int = 0) -> bytes:
+    """Return the graph of an adapter that multiplies vectors with a random integer matrix."""
+    from onnx import TensorProto, helper
+
+    matrix = np.random.default_rng(seed).integers(-9, 10, (width, outputs)).astype(np.float32)
+    graph_input = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", width])
+    output = helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["N", outputs])
+    nodes = [helper.make_node("MatMul", ["input", "matrix"], ["vector"])]
+    return graph_bytes(nodes, [graph_input], [output], {"matrix": matrix})
+
+
 @cache
 def shared_bundle(**options: Any) -> Bundle:
     """Return an open bundle that all tests of this process share; see `make_bundle`."""
@@ -136,6 +147,16 @@ def save_graph(
     constants: Mapping[str, Any],
 ) -> None:
     """Check an ONNX graph of opset 17 and write it to a file."""
+    path.write_bytes(graph_bytes(nodes, inputs, outputs, constants))
+
+
+def graph_bytes(
+    nodes: Sequence[Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    constants: Mapping[str, Any],
+) -> bytes:
+    """Check an ONNX graph of opset 17 and return its file's content."""
     import onnx
     from onnx import helper, numpy_helper
 
@@ -143,4 +164,5 @@ def save_graph(
     graph = helper.make_graph(nodes, "graph", inputs, outputs, initialisers)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.checker.check_model(model)
-    onnx.save(model, str(path))
+    content: bytes = model.SerializeToString()
+    return content
