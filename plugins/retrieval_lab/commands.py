@@ -18,18 +18,25 @@ from retrieval.errors import DataError, Interrupted
 @click.option(
     "--output", "-o", type=PATH, default=Path("recipes"), help="Folder to write the recipes to."
 )
+@click.option(
+    "--minutes",
+    type=Number(min=0, min_open=True),
+    default=10.0,
+    help="How long each may train on this machine, by which sizes and epochs are chosen.",
+)
 @click.option("--replace", is_flag=True, help="Replace existing recipes.")
-def init(photos: Path, output: Path, replace: bool) -> None:
-    """Look at a folder of photos, and write the recipes that are worth trying on it.
+def init(photos: Path, output: Path, minutes: float, replace: bool) -> None:
+    """Look at photos, and write the recipes that are worth trying on them.
 
-    Each class is a folder in PHOTOS. Comments in the recipes explain each choice.
+    PHOTOS is a folder with a folder for each class, or a CSV file with the columns path and label.
+    Comments in the recipes explain each choice.
 
     Example:  retrieval init photos/ --output recipes
     """
     with loading():
         from retrieval_lab.proposal import propose
 
-    say(str(propose(photos, output, replace=replace)))
+    say(str(propose(photos, output, minutes=minutes, replace=replace)))
 
 
 @click.group(cls=Group)

