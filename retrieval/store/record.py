@@ -93,6 +93,24 @@ def _register() -> None:
         apsw.sqlite_extra.load(connection, _VFS.replace("cksm", "cksum"))
 
 
+def create_database(path: Path, schema: str) -> None:
+    """Write a new database with page checksums and a write-ahead log, and sync it.
+
+    Args:
+        path: the new file.
+        schema: SQL that creates the tables.
+    """
+    flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
+    connection = connect(path, flags)
+    try:
+        reserved = ctypes.c_int(_RESERVED_BYTES)
+        connection.file_control("main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved))
+        connection.execute("pragma journal_mode = wal").fetchall()
+        connection.execute(f"pragma synchronous = full; begin; {schema}; commit")
+    finally:
+        connection.close()
+
+
 def is_writable(folder: Path) -> bool:
     """Return whether this process may write to an index: to its folder and its record."""
     return all(os.access(path, os.W_OK) for path in (folder, folder / RECORD_FILE))
@@ -105,7 +123,7 @@ class Record:
         self.folder = folder
         self.path = folder / RECORD_FILE
         self.read_only = read_only
-        self.file = _file_id(self.path)
+        self.file = file_id(self.path)
         self.turn = threading.RLock()  # one write of this process at a time
         self.closed: str | None = None  # why the record is closed
         self.lent = 0  # number of connections in use
@@ -113,7 +131,6 @@ class Record:
         self._idle: list[apsw.Connection] = []
         self._watch_lock = threading.Lock()
         self._watching: apsw.Connection | None = None
-        _register()
 
     @classmethod
     @contextmanager
@@ -129,20 +146,7 @@ class Record:
     @staticmethod
     def create(folder: Path) -> None:
         """Write an empty record."""
-        _register()
-        flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
-        connection = _connect(folder / RECORD_FILE, flags)
-        try:
-            reserved = ctypes.c_int(_RESERVED_BYTES)
-            connection.file_control(
-                "main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved)
-            )
-            connection.execute("pragma journal_mode = wal").fetchall()
-            connection.execute("pragma synchronous = full; begin")
-            connection.execute(_SCHEMA)
-            connection.execute("insert into state values ('seq', 0); commit")
-        finally:
-            connection.close()
+        create_database(folder / RECORD_FILE, f"{_SCHEMA}insert into state values ('seq', 0)")
 
     def check(self) -> None:
         """Raise a `StoreError` unless the record's files are complete."""
@@ -156,7 +160,7 @@ class Record:
         if self.file is None:
             raise self._damage_error(f"{RECORD_FILE} is missing")
         with self.reading() as connection:
-            if self._is_cut(connection):
+            if is_cut(connection, self.path):
                 raise self._damage_error(f"{RECORD_FILE} was cut short")
             if not connection.pragma("checksum_verification"):
                 raise self._damage_error(f"the pages of {RECORD_FILE} have no checksums")
@@ -168,18 +172,6 @@ class Record:
 
     def _damage_error(self, fault: str) -> StoreError:
         return StoreError(f"The index {self.folder} is damaged: {fault}. Restore a snapshot.")
-
-    def _is_cut(self, connection: apsw.Connection) -> bool:
-        """Return whether the file was truncated: SQLite itself reads zeros past its end."""
-        for _ in range(5):
-            count = connection.pragma("page_count")
-            size = connection.pragma("page_size")
-            in_file = self.path.stat().st_size // size
-            if count <= in_file or set(range(in_file + 1, count + 1)) <= _wal_pages(self._log):
-                return False
-            # Another process may be moving pages from the log into the file.
-            time.sleep(0.05)
-        return True
 
     @property
     def _log(self) -> Path:
@@ -199,7 +191,7 @@ class Record:
 
     def replaced(self) -> str | None:
         """Return a sentence if the record's file was replaced or removed, else None."""
-        if _file_id(self.path) == self.file:
+        if file_id(self.path) == self.file:
             return None
         return (
             f"The index {self.folder} was replaced or removed since it was opened. Open it again."
@@ -235,13 +227,13 @@ class Record:
 
     def _open(self) -> apsw.Connection:
         if not self.read_only:
-            connection = _connect(self.path, apsw.SQLITE_OPEN_READWRITE)
+            connection = connect(self.path, apsw.SQLITE_OPEN_READWRITE)
         elif self._has_log():
-            connection = _connect(self.path, apsw.SQLITE_OPEN_READONLY)
+            connection = connect(self.path, apsw.SQLITE_OPEN_READONLY)
         else:
             # No writer is active: SQLite needs no lock or log file.
             name = f"file:{quote(os.fsencode(self.path))}?immutable=1"
-            connection = _connect(name, apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
+            connection = connect(name, apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
         if fault := self.replaced():
             # The new file does not match the vectors that this index has open.
             connection.close()
@@ -416,7 +408,7 @@ class Record:
                 connection.set_busy_timeout(int(_BUSY_SECONDS * 1000))
 
 
-def _file_id(path: Path) -> tuple[int, int] | None:
+def file_id(path: Path) -> tuple[int, int] | None:
     """Return a file's device and inode, or None if it does not exist."""
     try:
         status = path.stat()
@@ -459,7 +451,23 @@ def _wal_pages(path: Path) -> set[int]:
     return set(heads[current, 0].tolist())
 
 
-def _connect(path: Path | str, flags: int) -> apsw.Connection:
+def is_cut(connection: apsw.Connection, path: Path) -> bool:
+    """Return whether a database's file was truncated: SQLite itself reads zeros past its end."""
+    for _ in range(5):
+        count = connection.pragma("page_count")
+        size = connection.pragma("page_size")
+        in_file = path.stat().st_size // size
+        log = path.with_name(f"{path.name}-wal")
+        if count <= in_file or set(range(in_file + 1, count + 1)) <= _wal_pages(log):
+            return False
+        # Another process may be moving pages from the log into the file.
+        time.sleep(0.05)
+    return True
+
+
+def connect(path: Path | str, flags: int) -> apsw.Connection:
+    """Open a database whose pages have checksums."""
+    _register()
     connection = apsw.Connection(str(path), flags=flags, vfs=_VFS)
     connection.set_busy_timeout(int(_BUSY_SECONDS * 1000))
     connection.limit(apsw.SQLITE_LIMIT_LENGTH, _ROW_BYTES)
@@ -470,8 +478,18 @@ def _connect(path: Path | str, flags: int) -> apsw.Connection:
     return connection
 
 
-def reason_and_advice(fault: apsw.Error | OSError) -> str:
-    """Return the cause of an error and what to do about it, to follow a colon."""
+def reason_and_advice(
+    fault: apsw.Error | OSError,
+    name: str = RECORD_FILE,
+    repair: str = "Run 'retrieval index check', and restore a snapshot.",
+) -> str:
+    """Return the cause of an error and what to do about it, to follow a colon.
+
+    Args:
+        fault: the error.
+        name: the file.
+        repair: sentence that says what to do if the file is damaged.
+    """
     if no_room(fault):
         return (
             "the disk is full (or a quota or limit on file sizes is reached). Nothing was changed."
@@ -488,10 +506,7 @@ def reason_and_advice(fault: apsw.Error | OSError) -> str:
     if isinstance(fault, apsw.InterruptError):
         return "the query took too long. Ask for fewer items, or use a simpler filter."
     if isinstance(fault, apsw.IOError | apsw.CorruptError | apsw.NotADBError):
-        return (
-            f"{RECORD_FILE} is damaged, or the disk fails ({fault}). Run 'retrieval index check', "
-            "and restore a snapshot."
-        )
+        return f"{name} is damaged, or the disk fails ({fault}). {repair}"
     return f"{fault}."
 
 
@@ -522,7 +537,7 @@ def ask(connection: apsw.Connection, sql: str, bindings: Any = ()) -> list[tuple
 
 def backup(connection: apsw.Connection, target: Path) -> None:
     """Copy to a new file the state that a connection sees, including page checksums."""
-    copy = _connect(target, apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
+    copy = connect(target, apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
     try:
         with copy.backup("main", connection, "main") as work:
             while not work.done:

@@ -24,6 +24,7 @@ FLOORS = [
     {"bundle"},
     {"store"},
     {"index"},
+    {"feedback"},
     {"model"},
     {"metrics"},
     {"recipe"},
@@ -46,9 +47,9 @@ PUBLIC = {
     "retrieval.plugin",
     "retrieval.results",
 }
-SERVING = {"errors", "base", "host", "images", "bundle", "store", "index"}
+SERVING = {"errors", "base", "host", "images", "bundle", "store", "index", "feedback"}
 TRAINING = {"model", "metrics", "recipe", "data", "run", "evaluation", "export", "training"}
-MOST_ENTRIES, MOST_INNER, MOST_FACE = 22, 10, 35
+MOST_ENTRIES, MOST_INNER, MOST_FACE = 23, 10, 35
 FACES = {"retrieval", "retrieval.client", "retrieval.results"}
 """Modules of public names, which name the modules of applications as text or for type checkers."""
 APPLICATIONS = {"retrieval_engines", "retrieval_lab", "retrieval_server"}

@@ -1,0 +1,1 @@
+"""Feedback on searches: its record, and the interleaving of two rankings."""
