@@ -65,5 +65,13 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         refuse_overflow as refuse_overflow,
     )
     from retrieval.model.model import full_precision as full_precision
+    from retrieval.model.pretrained import (
+        Network as Network,
+        fetch as fetch,
+        hub_from_cache_when_away as hub_from_cache_when_away,
+        interpolation as interpolation,
+        reach as reach,
+        tried as tried,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

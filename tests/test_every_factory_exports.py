@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import small_models
 import torch
 from numpy.typing import NDArray
 from retrieval.bundle.bundle import Bundle
@@ -38,6 +40,21 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "core.torchvision": {"model": "resnet18", "size": 64},
 }
 NEEDS = dict.fromkeys(["core.timm", *(f"core.efficientnet_lite{i}" for i in range(3))], "timm")
+SAVED = {
+    "models.open_clip": lambda folder: small_models.open_clip_file(folder)[0],
+    "models.sentence_transformers": small_models.sentence_transformers_folder,
+    "models.transformers": lambda folder: small_models.transformers_folder(folder, "resnet"),
+}
+"""Factories whose models are written first, and what writes one."""
+NEEDS |= {f"models.{name}": name for name in ("open_clip", "sentence_transformers", "transformers")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def saved(tmp_path_factory):
+    """Write the folders whose libraries are installed."""
+    for name, save in SAVED.items():
+        if find_spec(NEEDS[name]) is not None:
+            ARGUMENTS[name] = {"model": str(save(tmp_path_factory.mktemp(name)))}
 
 
 def build(kind: str, name: str, values: dict[str, Any]) -> Any:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import torch
+from retrieval.helpers import tried
 from retrieval.plugin import Preprocessing
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from retrieval_core.convnet import MapPool, Pool
 
-T = TypeVar("T")
 TokenPool = Literal["cls", "mean", "cls+mean", "gem", "grid"]
 Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
 """The image, one of EfficientNet's seven stages, or its last layer before the classifier."""
@@ -201,15 +201,3 @@ class Levels(nn.Module):
         if "last" in self.grids:
             maps["last"] = network.bn2(network.conv_head(h))
         return maps
-
-
-def tried(module: nn.Module, call: Callable[[Tensor], T], preprocessing: Preprocessing) -> T:
-    """Return the result of `call` for one black image, with the module in evaluation mode."""
-    training = module.training
-    # Evaluation mode changes no batch statistic and draws no random number.
-    module.eval()
-    try:
-        with torch.no_grad():
-            return call(torch.zeros(1, *preprocessing.shape))
-    finally:
-        module.train(training)

@@ -121,9 +121,8 @@ def _fashion_folder(folder: Path | None, download: bool) -> Path:
             " folder of its four idx files. On Debian: apt install dataset-fashion-mnist."
         )
     # Only a download needs these; they import torch and torchvision.
+    from retrieval.helpers import fetch
     from torchvision.datasets import FashionMNIST
-
-    from retrieval_core.pretrained import fetch
 
     fetch(
         "The files of Fashion-MNIST",

@@ -208,8 +208,9 @@ class Plugins:
             if any(p.name == "model" and p.required for p in factory.parameters)
         ]
         if with_model:
+            example = max(with_model, key=lambda full: (full.startswith(f"{BUILT_IN}."), full))
             hint += (
-                f' {" and ".join(with_model)} take a model by its name: name = "{with_model[-1]}",'
+                f' {" and ".join(with_model)} take a model by its name: name = "{example}",'
                 f' model = "{name}".'
             )
         return hint
