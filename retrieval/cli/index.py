@@ -728,8 +728,8 @@ def migrate_command(
 ) -> None:
     """Embed the items of INDEX with another BUNDLE, then serve the new vectors.
 
-    If the index was created with --keep-features and only the head differs, this needs no originals
-    and takes seconds.
+    If the index was created with --keep-features and only the head differs, or if BUNDLE is an
+    adapter over the bundle that is served, this needs no originals and takes seconds.
 
     Searches use the old vectors until the new ones are complete; the two never mix. The old vectors
     are kept as an older generation for 'retrieval index rollback', until --drop-old deletes it. To
@@ -748,6 +748,8 @@ def migrate_command(
             by_head = ""
             if done.from_features:
                 by_head = f", {done.from_features:,} from kept features"
+            elif done.from_vectors:
+                by_head = f", {done.from_vectors:,} from stored vectors"
             sentences.append(
                 f"{path}: {done.embedded:,} items embedded{by_head}; generation"
                 f" {done.generation.number} is served."

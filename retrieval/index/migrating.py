@@ -1,8 +1,8 @@
 """Move an index to another bundle (an exported model) while it is searched.
 
 A generation holds the arrays of all items from one bundle. A new generation is filled while the old
-one is searched: all items are embedded again, or another head is applied to their stored features.
-Then the new generation is served.
+one is searched: all items are embedded again, another head is applied to their stored features, or
+an adapter to their stored vectors. Then the new generation is served.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -40,8 +41,11 @@ from retrieval.index.golden import (
 from retrieval.index.queries_and_hits import Hit
 from retrieval.index.query import plain_query
 from retrieval.index.sources import Original
+from retrieval.store.contract import superseded_source
 from retrieval.store.items import (
+    BASE,
     FEATURES,
+    VECTOR,
     Candidates,
     Floats,
     Generation,
@@ -59,6 +63,8 @@ _RESCORER = "rescorer.onnx"
 _ITEMS = 512  # items embedded and written at a time, so a killed process loses at most these
 _ROWS = 4096  # items at a time if only a head runs
 _BATCH = 1024  # batch size of a head
+_EmbedItems = Callable[..., tuple[list[Item], dict[str, str]]]
+"""Function that embeds items for a new generation, such as `_by_originals`."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Migrated:
         skipped: one sentence per item that could not be embedded and so cannot be searched.
         from_features: number of items embedded from stored features instead of their originals.
         golden: how well the generation answers the golden queries, measured before it was served.
+        from_vectors: number of items whose vectors were computed from stored ones, by an adapter.
     """
 
     generation: Generation
@@ -78,6 +85,20 @@ class Migrated:
     skipped: tuple[str, ...] = ()
     from_features: int = 0
     golden: GoldenReport | None = None
+    from_vectors: int = 0
+
+
+@dataclass(frozen=True)
+class _Derivation:
+    """How the arrays of a generation follow from those of the served one.
+
+    Attributes:
+        names: names of the stored arrays that `compute` takes, the base's vectors first.
+        compute: see `Store.derive`.
+    """
+
+    names: Sequence[str]
+    compute: Callable[[Mapping[str, Floats]], Mapping[str, Floats]]
 
 
 @dataclass(frozen=True)
@@ -113,7 +134,10 @@ def migrate(
     If the index stores features of the same backbone (`Bundle.backbone_sha256`), only the new
     head is applied to them, and no original is opened. A bundle that takes features of the same
     width is such a head too: the new generation joins it to the index's backbone, so queries
-    are still images. Nothing checks that this head was trained on features of this backbone. In
+    are still images. Nothing checks that this head was trained on features of this backbone.
+
+    From a bundle to an adapter over it, from one adapter to another over the same base, or back to
+    the base, the new vectors are computed from the stored ones, in the variant that is served. In
     all other cases the originals are read and embedded again.
 
     Args:
@@ -138,6 +162,9 @@ def migrate(
     else:
         opened = Bundle.open(bundle)
     index.follow()
+    derives = base_array(opened, index.bundle) is not None
+    if derives and opened.variant != index.bundle.variant and not isinstance(bundle, Bundle):
+        opened = Bundle.open(bundle, variant=index.bundle.variant)
     target = None
     # Before the work of hours.
     if golden is not None:
@@ -145,7 +172,7 @@ def migrate(
         queries = read_golden(golden)
         target = _Target(*known_queries(index, queries, skip_missing=skip_missing), at_least)
     with tempfile.TemporaryDirectory() as folder:
-        if opened.manifest.input.kind == "features":
+        if opened.manifest.input.kind == "features" and not derives:
             opened = _bundle_to_serve(index, opened, Path(folder))
         has_features = opened.manifest.input.kind == "features" or opened.backbone_sha256
         keep = has_features and FEATURES in index.generation.widths
@@ -190,6 +217,11 @@ def _bundle_to_serve(index: Index, head: Bundle, folder: Path) -> Bundle:
         )
     if index.bundle.manifest.input.kind == "features":
         return head
+    if head.manifest.adapter is not None:
+        raise BundleError(
+            f"The bundle {head.path} is an adapter over a bundle that takes features, but the index"
+            f" {index.path} takes images. Make the adapter over the bundle of the index."
+        )
     return Bundle.open(join_backbone(index.bundle, head, folder))
 
 
@@ -205,8 +237,12 @@ def _complete(
         return Migrated(generation, 0)
     store = index.store
     source = index.generation
-    by_head = FEATURES in source.widths and applies(bundle, index.bundle)
-    if by_head:
+    derivation = _derivation(index, bundle, generation)
+    by_head = FEATURES in source.widths and applies(bundle, index.bundle) and not derivation
+    embed_items: _EmbedItems
+    if derivation is not None:
+        embed_items = partial(_by_arrays, derivation)
+    elif by_head:
         embed_items = _by_head
     else:
         embed_items = _by_originals
@@ -219,7 +255,12 @@ def _complete(
         encoded = _encoded_golden(index, bundle, embed_items, target.queries)
     with Meter("embedding", len(index), "items") as meter:
         while True:
-            items = store.pending(generation, _ROWS if by_head else _ITEMS)
+            if derivation is not None:
+                names, compute = derivation.names, derivation.compute
+                count += store.derive(generation, source, names, compute, meter.update)
+                items = []
+            else:
+                items = store.pending(generation, _ROWS if by_head else _ITEMS)
             if not items:
                 # Once: few items can have been written since.
                 if target is not None and encoded is not None and report is None:
@@ -237,10 +278,7 @@ def _complete(
             served = served_of(store.generations())
             if by_head and served.number != source.number:
                 # The features that `pending` returned may come from another backbone.
-                raise StoreError(
-                    "Another generation is served by now: another migration has ended. Run the"
-                    " command again."
-                )
+                raise superseded_source()
             # An item without features was left out of an earlier generation already.
             if wrong and not skip_bad and not by_head:
                 raise DataError(
@@ -257,13 +295,20 @@ def _complete(
             meter.update(len(items))
     index.follow()
     calibrate_again(index, source)
-    return Migrated(index.generation, count, tuple(faults), count if by_head else 0, report)
+    return Migrated(
+        index.generation,
+        count,
+        tuple(faults),
+        from_features=count if by_head else 0,
+        golden=report,
+        from_vectors=count if derivation else 0,
+    )
 
 
 def _encoded_golden(
     index: Index,
     bundle: Bundle,
-    embed_items: Callable[..., tuple[list[Item], dict[str, str]]],
+    embed_items: _EmbedItems,
     queries: Sequence[GoldenQuery],
 ) -> Encoded:
     """Return golden queries as a bundle encodes them; items that are queries are embedded again."""
@@ -322,6 +367,60 @@ def _by_head(
         arrays[FEATURES] = features
     embedded = [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)]
     return embedded, faults
+
+
+def base_array(bundle: Bundle, served: Bundle) -> str | None:
+    """Return the name of the stored array that a bundle's vectors can be computed from, if any.
+
+    Args:
+        bundle: an adapter over `served`, an adapter over the same base, or that base.
+        served: the bundle that an index serves.
+    """
+    adapter = bundle.manifest.adapter
+    if adapter is not None and adapter.base == served.sha256:
+        return VECTOR
+    earlier = served.manifest.adapter
+    bases = {bundle.sha256}
+    if adapter is not None:
+        bases = {adapter.base}
+    if earlier is not None and earlier.base in bases:
+        return BASE
+    return None
+
+
+def _derivation(index: Index, bundle: Bundle, generation: Generation) -> _Derivation | None:
+    """Return how a generation of `bundle` follows from the served one, or None if it does not."""
+    base = base_array(bundle, index.bundle)
+    if base is None or bundle.variant != index.bundle.variant:
+        return None
+    names = [base]
+    if FEATURES in generation.widths:
+        names.append(FEATURES)
+    if not set(names) <= index.generation.widths.keys():
+        return None
+
+    def compute(arrays: Mapping[str, Floats]) -> Mapping[str, Floats]:
+        computed = {VECTOR: arrays[base]}
+        if bundle.manifest.adapter is not None:
+            computed = by_name(bundle.adapt(arrays[base]))
+        if FEATURES in names:
+            computed[FEATURES] = arrays[FEATURES]
+        return computed
+
+    return _Derivation(names, compute)
+
+
+def _by_arrays(
+    derivation: _Derivation, index: Index, bundle: Bundle, items: Sequence[Item], _: bool
+) -> tuple[list[Item], dict[str, str]]:
+    """Compute the arrays of items from stored ones; return the same as `_by_originals`."""
+    usable = [item for item in items if item.arrays]
+    faults = {item.id: f"{item.id}: this item has no vector." for item in items if not item.arrays}
+    if not usable:
+        return [], faults
+    stored = {name: np.stack([item.arrays[name] for item in usable]) for name in derivation.names}
+    arrays = derivation.compute(stored)
+    return [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)], faults
 
 
 def _no_features(items: Iterable[Item]) -> dict[str, str]:

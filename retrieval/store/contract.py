@@ -28,6 +28,7 @@ from retrieval.store.items import (
     Keep as Keep,
     Stats as Stats,
     patience as patience,
+    served_of as served_of,
     spans_of as spans_of,
     stop_at as stop_at,
     widths_of as widths_of,
@@ -44,6 +45,7 @@ _MAX_CHECKED = 8
 
 
 _CHANGED_AT_ONCE = 16  # items whose originals `update` holds at a time
+_DERIVED_AT_ONCE = 1024  # items whose arrays `derive` holds at a time
 
 
 class Superseded(StoreError):
@@ -368,6 +370,54 @@ class Store(ABC):
             StoreError: the generation was dropped.
         """
 
+    def derive(
+        self,
+        generation: Generation,
+        source: Generation,
+        names: Sequence[str],
+        compute: Callable[[Mapping[str, Floats]], Mapping[str, Floats]],
+        report: Callable[[int], object] = lambda count: None,
+    ) -> int:
+        """Embed all pending items of a generation from their stored arrays, block by block.
+
+        A pending item that has no arrays in the served generation is left out. A killed call may
+        be repeated; it continues.
+
+        Args:
+            generation: a generation that is being built, or was kept.
+            source: the served generation.
+            names: names of the arrays of `source` that `compute` needs.
+            compute: takes these arrays (n, width) by name, and returns all arrays (n, width) of
+                `generation` by name.
+            report: called with the number of items of each block.
+
+        Returns:
+            The number of items that were embedded.
+
+        Raises:
+            DataError: `compute` returns invalid arrays (see `upsert`).
+            Superseded: another generation is served.
+            StoreError: a generation was dropped.
+        """
+        count = 0
+        while pending := self.pending(generation, _DERIVED_AT_ONCE):
+            stored = self.get([item.id for item in pending], arrays=True)
+            if served_of(self.generations()).number != source.number:
+                raise superseded_source()
+            items = [item for item in pending if item.id in stored and stored[item.id].arrays]
+            left_out = {item.id for item in pending} - {item.id for item in items}
+            if items:
+                rows = [stored[item.id].arrays for item in items]
+                arrays = compute({name: np.stack([row[name] for row in rows]) for name in names})
+                items = [
+                    replace(item, arrays={name: array[row] for name, array in arrays.items()})
+                    for row, item in enumerate(items)
+                ]
+            self.embed(generation, items, sorted(left_out))
+            count += len(items)
+            report(len(pending))
+        return count
+
     @abstractmethod
     def switch(self, generation: Generation) -> bool:
         """Serve another generation from now on, and keep the previous one.
@@ -539,6 +589,13 @@ class StorePlace(ABC):
             StoreUnavailable: the engine cannot be reached.
             StoreError: the index cannot be deleted.
         """
+
+
+def superseded_source() -> Superseded:
+    """Return the error of `Store.derive` if another generation is served."""
+    return Superseded(
+        "Another generation is served by now: another migration has ended. Run the command again."
+    )
 
 
 def stacked(answers: Iterable[list[Item]]) -> list[Candidates]:

@@ -39,6 +39,7 @@ from retrieval.store.contract import (
     Superseded,
     TooSlow,
     stop_at,
+    superseded_source,
 )
 from retrieval.store.exact_search import check_queries
 from retrieval.store.filters import Filter
@@ -63,6 +64,7 @@ from retrieval.store.items import (
     Generation,
     Item,
     Stats,
+    check_arrays,
     check_embedded,
     checked,
     usable,
@@ -87,6 +89,7 @@ from retrieval.store.record import (
 )
 from retrieval.store.search_structure import StructureChoice
 from retrieval.store.snapshot_view import (
+    GenerationRows,
     View,
     Views,
     append_rows,
@@ -99,6 +102,7 @@ _FIELDS = 1000  # maximum number of field names that `settings` returns
 _ROWS = 8192  # number of items whose arrays are stacked at a time
 _CACHE_BYTES = 256 << 20  # estimated size at which the cache of items is emptied
 _CHANGED_AT_ONCE = 256  # items whose metadata, each up to a megabyte, an update holds at a time
+_DERIVED_BYTES = 32 << 20  # size of the arrays that `derive` reads and computes at a time
 _ITEM_BYTES = 1000  # estimated memory of an item without its metadata
 
 
@@ -501,6 +505,74 @@ class LocalStore(Store):
             sql = "update generations set upto = max(upto, ?) where g = ?"
             connection.execute(sql, (max(numbers.values()), generation.number))
         self._pending.pop(generation.number, None)
+
+    def derive(
+        self,
+        generation: Generation,
+        source: Generation,
+        names: Sequence[str],
+        compute: Callable[[Mapping[str, Floats]], Mapping[str, Floats]],
+        report: Callable[[int], object] = lambda count: None,
+    ) -> int:
+        """Embed all pending items from their stored arrays; see `Store`."""
+        self._begin_to_write()
+        numbers_in_row = sum(generation.widths.values()) + sum(source.widths.values())
+        size = max(1, _DERIVED_BYTES // (4 * numbers_in_row))
+        count = 0
+        while True:
+            with self.views.moment() as (connection, view):
+                if _is_served(connection, generation):
+                    return count
+                upto = upto_of(connection, generation.number)
+                last = last_number(connection)
+                numbers = view.live_numbers()
+            if last <= upto:
+                return count
+            numbers = numbers[numbers > upto]
+            # The last block, which may be empty, also covers the items without arrays after it.
+            for start in range(0, len(numbers) + 1, size):
+                block = numbers[start : start + size]
+                end = last
+                if len(block) == size:
+                    end = int(block[-1])
+                count += self._derive_block(generation, source, names, compute, block, end)
+                report(len(block))
+
+    def _derive_block(
+        self,
+        generation: Generation,
+        source: Generation,
+        names: Sequence[str],
+        compute: Callable[[Mapping[str, Floats]], Mapping[str, Floats]],
+        numbers: Ints,
+        end: int,
+    ) -> int:
+        """Embed the items of `numbers` (n,), the next up to number `end` that have arrays."""
+        # Other writers wait only while rows are appended, not while they are computed.
+        with self.views.moment() as (connection, view):
+            if view.generation.number != source.number:
+                raise superseded_source()
+            arrays, _ = view.read(connection, numbers, names)
+        computed: Mapping[str, Floats] = {}
+        if len(numbers):
+            computed = compute(arrays)
+            check_arrays(computed, len(numbers), generation.widths)
+        with self.record.writing() as (connection, _):
+            if _is_served(connection, generation) or not _is_served(connection, source):
+                raise superseded_source()
+            upto = upto_of(connection, generation.number)
+            # Items may have been deleted since, or derived by another process.
+            kept = GenerationRows.of(connection, source, view).has(numbers) & (numbers > upto)
+            chunks = {name: [array[kept]] for name, array in computed.items()}
+            append_rows(connection, self.folder, generation, numbers[kept], chunks)
+            connection.execute(
+                "insert or ignore into left_out select ?, n from left_out where g = ? and n > ?"
+                " and n <= ?",
+                (generation.number, source.number, upto, end),
+            )
+            sql = "update generations set upto = max(upto, ?) where g = ?"
+            connection.execute(sql, (end, generation.number))
+        return int(np.count_nonzero(kept))
 
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`."""

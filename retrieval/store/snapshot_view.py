@@ -356,6 +356,21 @@ class GenerationRows:
         """Number of rows that are alive."""
         return self.rows - self.dead
 
+    def live_numbers(self) -> Ints:
+        """Return the item numbers of the rows that are alive, ascending."""
+        rows = np.arange(self.rows)
+        if self.alive is not None:
+            rows = rows[self.alive]
+        return self.runs.numbers_of(rows)
+
+    def has(self, numbers: Ints) -> Bools:
+        """Return a mask (n,) of the item numbers that have a row that is alive."""
+        rows = self.runs.rows_of(numbers)
+        present = rows >= 0
+        if self.alive is not None:
+            present &= self.alive[rows]
+        return present
+
     @staticmethod
     def of(
         connection: apsw.Connection, generation: Generation, old: GenerationRows | None = None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError
 from retrieval.store.address import Address
-from retrieval.store.contract import Item
+from retrieval.store.contract import VECTOR, Item
 from retrieval.store.filters import Filter
 from retrieval.store.local import LocalPlace, LocalStore
 
@@ -85,6 +85,26 @@ class Hurries(LocalStore):
         return super().switch(generation)
 
 
+class Stale(LocalStore):
+    """Takes what is written while arrays are computed for done."""
+
+    def derive(self, generation: Any, source: Any, names: Any, compute: Any, *more: Any) -> int:
+        vectors = {item.id: compute({VECTOR: item.vector[None]}) for item in self._stored()}
+        items = self.pending(generation, 1000)
+        embedded = [
+            replace(item, arrays={VECTOR: vectors[item.id][VECTOR][0]})
+            for item in items
+            if item.id in vectors
+        ]
+        kept = {item.id for item in embedded}
+        self.embed(generation, embedded, [item.id for item in items if item.id not in kept])
+        return len(embedded)
+
+    def _stored(self) -> list[Item]:
+        read = self.get([item.id for item in self.scan()], arrays=True)
+        return [item for item in read.values() if item.arrays]
+
+
 @pytest.fixture
 def suite(request):
     class Faulty(LocalPlace):
@@ -113,6 +133,7 @@ def suite(request):
         (Loses, "test_updating_one_item"),
         (Folds, "test_ids_are_looked_up_exactly"),
         (Hurries, "test_a_generation_follows"),
+        (Stale, "test_writes_while_arrays_are_computed"),
     ],
     indirect=["suite"],
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import unittest
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from retrieval.index.index import open_index
 from retrieval.store.contract import (
     FEATURES,
     VECTOR,
+    Floats,
     Generation,
     Item,
     Store,
@@ -215,6 +217,111 @@ class GenerationCases(Bench):
         assert self.store.switch(second) is True
         self.bundle = self.other
         assert self.nearest_id(vectors[4]) == items[4].id
+
+    def derived(self, arrays: Mapping[str, Floats]) -> Mapping[str, Floats]:
+        """Return arrays of the second bundle, computed from the vectors of the first."""
+        return {VECTOR: np.pad(2 * arrays[VECTOR], ((0, 0), (0, 5)))}
+
+    def after_deriving(self, items: State, without: Sequence[str] = ()) -> State:
+        """Return what the second generation holds once items are derived."""
+        return {
+            id: replace(item, arrays={VECTOR: self.derived({VECTOR: item.vector[None]})[VECTOR][0]})
+            for id, item in items.items()
+            if id not in without
+        }
+
+    def test_arrays_computed_from_those_that_are_served(self) -> None:
+        """`derive` embeds all pending items from stored arrays, also if it is interrupted."""
+        self.create(150)
+        (first,) = self.store.generations()
+        first_bundle = self.bundle
+        before = dict(self.items)
+        second = self.begin()
+        counts: list[int] = []
+        with refused(DataError):
+            self.store.derive(second, first, [VECTOR], lambda arrays: dict(arrays))
+        with refused(DataError):
+            self.store.derive(second, first, [VECTOR], lambda arrays: {})
+        assert self.store.switch(second) is False
+
+        def interrupted(arrays: Mapping[str, Floats]) -> Mapping[str, Floats]:
+            raise KeyboardInterrupt
+
+        with suppress(KeyboardInterrupt):
+            self.store.derive(second, first, [VECTOR], interrupted)
+        self.reopen()
+        self.check()
+        derived = self.store.derive(second, first, [VECTOR], self.derived, counts.append)
+        assert derived == sum(counts) == 150
+        self.check()
+        assert self.store.derive(second, first, [VECTOR], self.derived) == 0
+        assert self.store.pending(second, 10) == []
+        self.switch(second, self.other, self.after_deriving(before))
+        # Back again: only what was added meanwhile is computed.
+        self.put([random_item("new", 0, self.other)])
+        self.remove(["id 7"])
+        expected = {id: item for id, item in before.items() if id != "id 7"}
+        new = self.items["new"]
+        expected["new"] = replace(new, arrays={VECTOR: new.vector[:WIDTH]})
+        back = self.store.derive(
+            first, second, [VECTOR], lambda arrays: {VECTOR: arrays[VECTOR][:, :WIDTH]}
+        )
+        assert back == 1
+        self.switch(first, first_bundle, expected)
+        self.check_reopened()
+
+    def test_writes_while_arrays_are_computed(self) -> None:
+        """Items that are added, changed or deleted while `derive` computes are what they are now.
+
+        It also leaves out the items that the served generation lacks.
+        """
+        self.create(60)
+        first_bundle = self.bundle
+        (first,) = self.store.generations()
+        before = dict(self.items)
+        second = self.begin()
+        pending = self.store.pending(second, 100)
+        self.store.embed(second, self.embedded(pending[2:]), [item.id for item in pending[:2]])
+        lacking = [item.id for item in pending[:2]]
+        assert self.store.switch(second) is True
+        self.store.drop(first)
+        third = self.store.begin(first_bundle, widths_of(first_bundle))
+        self.bundle = self.other
+        calls = 0
+
+        def narrowed(arrays: Mapping[str, Floats]) -> Mapping[str, Floats]:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                self.put([random_item("added", 0, self.other), random_item("id 9", 3, self.other)])
+                assert self.store.delete(["id 11"]) == 1
+            return {VECTOR: arrays[VECTOR][:, :WIDTH]}
+
+        self.items = {item.id: item for item in self.embedded(before.values())}
+        while not self.store.switch(third):
+            self.store.derive(third, second, [VECTOR], narrowed)
+        self.bundle = first_bundle
+        del self.items["id 11"]
+        expected = {
+            id: replace(item, arrays={VECTOR: item.vector[:WIDTH]})
+            for id, item in self.items.items()
+            if id not in lacking
+        }
+        read = self.store.get(self.items, arrays=True)
+        assert read.keys() == self.items.keys()
+        for id, item in read.items():
+            if id in lacking:
+                assert not item.arrays, "arrays of a left-out item"
+                continue
+            assert item.arrays, f"no arrays of {id}"
+            np.testing.assert_array_equal(item.vector, expected[id].vector)
+        self.check_search(random_vectors(3, WIDTH, 0), expected, 100)
+        self.put([random_item("late")])
+        with refused(Superseded):
+            self.store.derive(second, second, [VECTOR], self.derived)
+        self.store.drop(second)
+        with refused(StoreError):
+            self.store.derive(second, third, [VECTOR], self.derived)
 
     def test_arrays_that_do_not_fit(self) -> None:
         """`embed` refuses invalid arrays and missing or unknown items; then nothing changes."""
