@@ -80,7 +80,8 @@ def test_every_plugin_has_an_entry_point_that_imports(config):
         assert module in (f"retrieval_{name}", f"retrieval_engines.{name}")
         assert importlib.import_module(module)
     plugins = {name for name in folders() if name.startswith("retrieval_") and "." not in name}
-    assert {module.partition(".")[0] for module in points.values()} == plugins
+    # MTEB takes an encoder of a class, so that its package needs no hook
+    assert {module.partition(".")[0] for module in points.values()} == plugins - {"retrieval_mteb"}
     installed = distribution("embedding-retrieval").entry_points.select(group="retrieval")
     assert {e.name: e.value for e in installed} == points, "run pip install -e . again"
     script = config["options.entry_points"]["console_scripts"].split(" = ")[1].strip()
