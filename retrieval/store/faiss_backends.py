@@ -311,6 +311,50 @@ class Hnsw(FaissBackend):
         hnsw.entry_point = int(rows[hnsw.entry_point])
         self._index.ntotal = count
 
+    def adopt(self, other: IndexBackend, rows: Ints, vectors: Floats32) -> bool:
+        """Take the links of another graph, without those of rows that are left out.
+
+        Links stay good if neighbours stay neighbours, as they do under a metric that was learned
+        over the vectors.
+        """
+        if not isinstance(other, Hnsw) or getattr(other._index, "base_level_only", False):
+            return False
+        faiss = load_faiss()
+        graph = other._index.hnsw
+        new_rows = np.full(other._index.ntotal, -1, np.int32)
+        new_rows[rows] = np.arange(len(rows))
+        if (new_rows[other._originals[new_rows[other._copies] >= 0]] < 0).any():
+            # The links of a copy lead only to an original, which is left out.
+            return False
+        levels = faiss.vector_to_array(graph.levels)[rows]
+        ends = faiss.vector_to_array(graph.cum_nneighbor_per_level)
+        old_offsets = faiss.vector_to_array(graph.offsets)[:-1][rows].astype(np.int64)
+        offsets = np.append(0, ends[levels].cumsum(dtype=np.int64))
+        old_links = faiss.rev_swig_ptr(graph.neighbors.data(), graph.neighbors.size())
+        links = np.empty(offsets[-1], np.int32)
+        for level in range(int(levels.max())):
+            slots = np.arange(ends[level], ends[level + 1])
+            nodes = np.flatnonzero(levels > level)
+            for start in range(0, len(nodes), _ADDED_AT_ONCE):
+                block = nodes[start : start + _ADDED_AT_ONCE]
+                targets = old_links[old_offsets[block, None] + slots]
+                targets = np.where(targets < 0, -1, new_rows[targets])
+                # FAISS reads a list up to its first -1.
+                order = np.argsort(targets < 0, axis=1, kind="stable")
+                links[offsets[block, None] + slots] = np.take_along_axis(targets, order, axis=1)
+        entry = int(new_rows[graph.entry_point])
+        if entry < 0:
+            entry = int(levels.argmax())
+        self._index = self._empty(*vectors.shape)
+        hnsw = self._index.hnsw
+        faiss.copy_array_to_vector(levels, hnsw.levels)
+        faiss.copy_array_to_vector(offsets.astype(np.uint64), hnsw.offsets)
+        faiss.copy_array_to_vector(links, hnsw.neighbors)
+        hnsw.entry_point = entry
+        hnsw.max_level = int(levels[entry]) - 1
+        self._index.ntotal = len(rows)
+        return True
+
     def _empty(self, count: int, width: int) -> Any:
         index = getattr(load_faiss(), self.kinds[0])(width, self.m)
         index.hnsw.efConstruction = self.ef_construction

@@ -42,6 +42,19 @@ class IndexBackend(ABC):
                 its last call.
         """
 
+    def adopt(self, other: IndexBackend, rows: Ints, vectors: Floats32) -> bool:
+        """Take over the structure of changed vectors, instead of `build`; return whether it could.
+
+        The store measures afterwards how many neighbours are found. A back end need not implement
+        it.
+
+        Args:
+            other: a back end of the same parameters that has been loaded.
+            rows: (N,), ascending: row of each vector in `other`.
+            vectors: (N, P), as in `build`.
+        """
+        return False
+
     @abstractmethod
     def search(self, queries: Floats32, k: int) -> tuple[Floats32, Ints]:
         """Return the nearest vectors of each query, nearest first.

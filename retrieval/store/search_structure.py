@@ -207,6 +207,38 @@ def build_structure(
     return Structure(name, dict(options), len(vectors), tuple(files))
 
 
+def adopt_structure(
+    folder: Path,
+    stem: str,
+    vectors: Floats,
+    old: Loaded,
+    rows: Ints,
+    plugins: Sequence[str],
+) -> Structure | None:
+    """Write the structure `old` for other vectors (N, P) of the same items to a new file.
+
+    Args:
+        folder: folder of the index.
+        stem: prefix of the file's name.
+        vectors: the new vectors.
+        old: a structure of one sub-space, in memory.
+        rows: (N,), ascending: row of each vector in `old`.
+        plugins: see `make_backend`.
+
+    Returns:
+        The structure, or None if its back end cannot do this.
+    """
+    name = old.structure.backend
+    backend = make_backend(name, old.structure.options, plugins)
+    with using(name, "adopt"):
+        if not backend.adopt(old.backends[0], rows, vectors):
+            return None
+    path = folder / ARRAYS / f"{stem}.0.{name.replace('/', '-')}"
+    with using(name, "save"):
+        file = _saved(path, backend.save)
+    return Structure(name, old.structure.options, len(vectors), (file,))
+
+
 def _saved(path: Path, save: Callable[[Path], object]) -> tuple[str, str]:
     """Write a complete file or none; return its name and SHA-256."""
     with whole_file(path) as temporary:

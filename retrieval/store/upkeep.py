@@ -27,12 +27,14 @@ from retrieval.base.arrays import Ints
 from retrieval.base.files import sync
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.contract import StoreUnavailable
+from retrieval.store.index_backend import recall_at_10
 from retrieval.store.items import VECTOR, Floats, Generation
 from retrieval.store.record import Record, all_generations, ask, seq_of, value
 from retrieval.store.search_structure import (
     ARRAYS,
     Structure,
     StructureChoice,
+    adopt_structure,
     build_structure,
     load_structure,
 )
@@ -64,6 +66,8 @@ _PAUSE = 1.0
 _LONGEST_PAUSE = 600.0
 """Seconds until failed work is tried again: the pause doubles with each failure, up to the longest.
 """
+_LOST = 0.01
+"""A generation may take over another's structure if its recall at 10 is less by at most this."""
 _WAIT = 600.0  # seconds that a command waits for another process's work
 _READING_SECONDS = 7 * 86_400.0  # time limit of a read transaction that copies files
 
@@ -325,7 +329,46 @@ class Upkeep:
                 return
             if self._needs_structure(rows.structure_text, generation, rows.rows):
                 with WorkClaim(self.record, _WAIT) as claim:
-                    self._renew(generation, claim, compact=False)
+                    if not self._adopt(generation, rows, claim.stem):
+                        self._renew(generation, claim, compact=False)
+
+    def _adopt(self, generation: Generation, rows: GenerationRows, stem: str) -> bool:
+        """Give a generation the links of the served one's structure, if they serve it as well.
+
+        Returns:
+            Whether this was possible, and a search finds nearly as many of the nearest.
+        """
+        folder = self.record.folder
+        with self.views.moment() as (_, view):
+            old = view.structure
+        if old is None or len(old.backends) != 1 or len(generation.spans) != 1:
+            return False
+        name, options = old.structure.backend, old.structure.options
+        numbers = rows.runs.numbers_of(np.arange(rows.rows))
+        old_rows = view.runs.rows_of(numbers)
+        is_linked = (old_rows >= 0) & (old_rows < old.structure.rows)
+        count = len(numbers) if is_linked.all() else int(is_linked.argmin())
+        candidate = Structure(name, options, count, ())
+        if (name, options) != self._chosen(generation, rows.rows) or candidate.outgrown(rows.rows):
+            return False
+        array = ArrayFile(file_of(folder, rows.stem, VECTOR), generation.widths[VECTOR])
+        with array.reading(count) as vectors, self.record.faults("written"):
+            plugins = self.views.plugins
+            structure = adopt_structure(folder, stem, vectors, old, old_rows[:count], plugins)
+            if structure is None:
+                return False
+            sync(folder / ARRAYS)
+            loaded = load_structure(folder, structure, vectors, generation.spans, plugins)
+            with view.arrays[VECTOR].reading(old.structure.rows) as old_vectors:
+                before = recall_at_10(old.backends[0], name, old_vectors)
+            if loaded is None or recall_at_10(loaded.backends[0], name, vectors) < before - _LOST:
+                return False
+        with self.record.writing() as (connection, _):
+            sql = "update generations set structure = ? where g = ? and stem = ?"
+            text = structure.text()
+            connection.execute(sql, (text, generation.number, rows.stem))
+        self.views.loaded[text] = loaded
+        return True
 
     def _renew(self, generation: Generation, claim: WorkClaim, *, compact: bool) -> int:
         """Build a generation's structure if necessary; with `compact`, drop its dead rows first.

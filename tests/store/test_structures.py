@@ -5,12 +5,16 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import faiss
 import numpy as np
 import pytest
 import wire
+from onnx import TensorProto, helper
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import PluginError, StoreError
+from retrieval.index.adapter_bundles import make_adapter_bundle
 from retrieval.index.index import Index, open_index
+from retrieval.index.integrity import check_index
 from retrieval.store import masks, search_structure, upkeep
 from retrieval.store.contract import Item, widths_of
 from retrieval.store.faiss_backends import Hnsw
@@ -18,6 +22,8 @@ from retrieval.store.folder import create_local
 from retrieval.store.local import LocalStore
 from retrieval.store.record import ask
 from retrieval.store.search_structure import StructureChoice
+
+from retrieval_engines.testing.small_bundles import graph_bytes, linear_head
 
 COUNT = 6_000
 
@@ -232,3 +238,112 @@ def test_the_background_builds_and_compacts(tmp_path, bundle, vectors, monkeypat
             hit.id for hit in other.search(vectors[1], 200)
         ]
         wire.until(lambda: not list((tmp_path / "i" / "arrays").glob("*.ivf")))
+
+
+def near_identity(width: int, seed: int = 0) -> bytes:
+    """The head of a metric that was learned a little."""
+    random = np.random.default_rng(seed)
+    matrix = np.diag(random.uniform(0.8, 1.25, width)).astype(np.float32)
+    ends = [end_of("input", width), end_of("vector", width)]
+    nodes = [helper.make_node("MatMul", ["input", "matrix"], ["vector"])]
+    return graph_bytes(nodes, ends[:1], ends[1:], {"matrix": matrix})
+
+
+def end_of(name: str, width: int):
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", width])
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Numbers of vectors over which a graph was built."""
+    counts = []
+    genuine = Hnsw.build
+    monkeypatch.setattr(
+        Hnsw,
+        "build",
+        lambda self, rows, report: (counts.append(len(rows)), genuine(self, rows, report)),
+    )
+    return counts
+
+
+def test_a_graph_serves_the_vectors_of_an_adapter(tmp_path, bundle, vectors, built):
+    vectors = vectors.copy()
+    vectors[51:60] = vectors[50]  # copies
+    alive = np.arange(COUNT) % 7 > 0
+    with created(tmp_path / "i", bundle, vectors, StructureChoice("hnsw")) as index:
+        assert built == [COUNT]
+        index.upsert([Item("more", arrays={"vector": vectors[1]})])
+        bundle_of = {}
+        for seed in (0, 1):
+            head = near_identity(16, seed)
+            bundle_of[seed] = make_adapter_bundle(bundle, head, tmp_path / f"adapter {seed}")
+            index.migrate(bundle_of[seed], progress=False)
+            assert built == [COUNT], "the graph was built again"
+            stats = index.store.stats().details
+            assert stats["structure"] == "hnsw" and stats["covered"] == alive.sum()
+            adapted = index.bundle.adapt(vectors).vector
+            index.delete("more")
+            for filter, keep in FILTERS:
+                assert recall(index, adapted, filter, keep) >= 0.95
+        assert index.store.recall()[1] > 0.95
+    assert check_index(tmp_path / "i") == ([], [])
+
+
+@pytest.mark.parametrize("why", ["other neighbours", "an original is gone", "other parameters"])
+def test_a_graph_that_does_not_fit_is_built_again(why, tmp_path, bundle, vectors, built):
+    vectors = vectors.copy()
+    vectors[51] = vectors[50]
+    head = near_identity(16)
+    if why == "other neighbours":
+        head = linear_head(16, 2)
+    with created(tmp_path / "i", bundle, vectors, StructureChoice("hnsw")) as index:
+        if why == "an original is gone":
+            index.delete("50")
+        elif why == "other parameters":
+            index.store.take_structure("hnsw", {"m": 16})
+        adapter = make_adapter_bundle(bundle, head, tmp_path / "adapter")
+        index.migrate(adapter, progress=False)
+        assert len(built) > 1
+        adapted = index.bundle.adapt(vectors).vector
+        hits = index.search(adapted[51], 1)
+        assert hits[0].distance == pytest.approx(0, abs=1e-4)
+        assert index.store.recall()[1] > 0.95
+
+
+def test_links_of_rows_that_are_left_out_are_gone(tmp_path, vectors):
+    """Compare every list of links with one that plain loops make."""
+    first = Hnsw(m=6)
+    first.build(vectors, lambda count: None)
+    first.save(tmp_path / "graph")
+    first = Hnsw(m=6)
+    first.load(tmp_path / "graph", vectors)
+    rows = np.flatnonzero(np.random.default_rng(0).random(COUNT) < 0.8)
+    entry = first._index.hnsw.entry_point
+    rows = rows[rows != entry]
+    second = Hnsw(m=6)
+    assert second.adopt(first, rows, vectors[rows][:, :9])
+    new_row = {row: number for number, row in enumerate(rows.tolist())}
+    for number, row in enumerate(rows.tolist()):
+        lists = links_of(first, row)
+        expected = [[new_row[link] for link in links if link in new_row] for links in lists]
+        assert links_of(second, number) == expected
+    graph = second._index.hnsw
+    levels = faiss.vector_to_array(graph.levels)
+    assert levels[graph.entry_point] == levels.max() == graph.max_level + 1
+
+
+def links_of(backend: Hnsw, row: int) -> list[list[int]]:
+    """Return the links of a row on each level."""
+    graph = backend._index.hnsw
+    start = graph.offsets.at(row)
+    lists = []
+    for level in range(graph.levels.at(row)):
+        slots = range(
+            start + graph.cum_nneighbor_per_level.at(level),
+            start + graph.cum_nneighbor_per_level.at(level + 1),
+        )
+        links = [
+            int(faiss.rev_swig_ptr(graph.neighbors.data(), slots.stop)[slot]) for slot in slots
+        ]
+        lists.append(links[: links.index(-1)] if -1 in links else links)
+    return lists
