@@ -1,0 +1,14 @@
+"""Search that learns from feedback: its learners, the gate, and the worker's commands."""
+
+from __future__ import annotations
+
+from retrieval.host.hookspecs import Factories, hookimpl
+
+
+@hookimpl
+def retrieval_learners() -> Factories:
+    """Small changes to a metric from triplets of feedback, in closed form."""
+    return {
+        "diagonal": "retrieval_feedback.learners:Diagonal",
+        "low_rank": "retrieval_feedback.learners:LowRank",
+    }
