@@ -12,6 +12,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.probe import probe_fault
 from retrieval.errors import DataError, StoreError
 from retrieval.images.preprocessing import from_array, to_png
+from retrieval.index.index import Index
 from retrieval.store.contract import StoreUnavailable, Superseded
 
 from retrieval_server.problems import UNREACHABLE, RequestError, report
@@ -119,7 +120,7 @@ class Readiness:
     async def _search(self) -> str | None:
         """Run a complete search, and repeat the client's search that failed last, if any."""
         served = self._served
-        bundle, items = await served.read(lambda index: (index.follow(), len(index)), DAMAGED)
+        bundle, items = await served.read(_followed, DAMAGED)
         if self._sample is None or self._sample[0] is not bundle:
             # The sample is kept because creating it takes as long as its search.
             self._sample = bundle, await served.workers.pictures.run(lambda: sample(bundle))
@@ -145,6 +146,12 @@ class Readiness:
         """Return why the encoder no longer agrees with its bundle's probe, or `None`."""
         bundle = self._served.index.bundle
         return await self._served.workers.searches.run(lambda: probe_fault(bundle))
+
+
+def _followed(index: Index) -> tuple[Bundle, int]:
+    """Return the bundle of an index and the number of its items; prepare for a coming switch."""
+    index.prepare()
+    return index.follow(), len(index)
 
 
 def _first(faults: Mapping[str, str | None]) -> str | None:

@@ -88,6 +88,8 @@ class Index:
         self._device = device
         self._lock = threading.Lock()
         self._closed = False
+        # Number and bundle of the generation that is about to be served.
+        self._expected: tuple[int, Bundle | None] = (0, None)
         try:
             self.identity = store.identity()
             self.generation = served_of(store.generations())
@@ -130,9 +132,18 @@ class Index:
         with self._lock:
             served = served_of(self.store.generations())
             if served.number != self.generation.number:
-                self.bundle = self._bundle_of(served)
+                expected, bundle = self._expected
+                if expected != served.number or bundle is None:
+                    bundle = self._bundle_of(served)
+                self.bundle = bundle
                 self.generation = served
             return self.bundle
+
+    def prepare(self) -> None:
+        """Open the bundle of the generation that is about to be served, if one was announced."""
+        generation = self.store.expected()
+        if generation is not None and generation.number != self._expected[0]:
+            self._expected = generation.number, self._bundle_of(generation)
 
     def _bundle_of(self, generation: Generation) -> Bundle:
         folder = self.store.bundle(generation)

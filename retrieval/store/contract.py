@@ -422,9 +422,16 @@ class Store(ABC):
     def switch(self, generation: Generation) -> bool:
         """Serve another generation from now on, and keep the previous one.
 
+        A store may announce the generation first and wait some seconds, so that the processes that
+        search can load it before it is served; see `expected`.
+
         Returns:
             True on success. False if items are still pending; then nothing changes.
         """
+
+    def expected(self) -> Generation | None:
+        """Return the generation that is about to be served, if another process announced it."""
+        return None
 
     def propose_staged(
         self, generation: Generation, queries: Floats, count: int

@@ -76,6 +76,7 @@ from retrieval.store.record import (
     Record,
     all_generations,
     ask,
+    expected_generation,
     from_row,
     has_notes,
     insert,
@@ -87,7 +88,7 @@ from retrieval.store.record import (
     upto_of,
     value,
 )
-from retrieval.store.search_structure import StructureChoice
+from retrieval.store.search_structure import MIN_ROWS, StructureChoice
 from retrieval.store.snapshot_view import (
     GenerationRows,
     View,
@@ -98,6 +99,8 @@ from retrieval.store.snapshot_view import (
 )
 from retrieval.store.upkeep import BUNDLES, Upkeep, remove_leftovers
 
+_NOTICE_SECONDS = 7.0
+"""Seconds between the announcement of a generation and the switch to it; servers look every 5 s."""
 _FIELDS = 1000  # maximum number of field names that `settings` returns
 _ROWS = 8192  # number of items whose arrays are stacked at a time
 _CACHE_BYTES = 256 << 20  # estimated size at which the cache of items is emptied
@@ -578,7 +581,9 @@ class LocalStore(Store):
         """Serve another generation; see `Store`."""
         self._begin_to_write()
         self.upkeep.structured(generation)
+        ready = time.monotonic() + self._announce(generation)
         self.views.prepare(generation)
+        time.sleep(max(0.0, ready - time.monotonic()))
         with self.record.writing() as (connection, _):
             if _is_served(connection, generation):
                 return True
@@ -589,7 +594,30 @@ class LocalStore(Store):
             connection.execute(sql, (last_number(connection),))
             sql = "update generations set state = 'served' where g = ?"
             connection.execute(sql, (generation.number,))
+            connection.execute("delete from state where key = 'expected'")
             return True
+
+    def _announce(self, generation: Generation) -> float:
+        """Announce a large generation; return how many seconds other processes need to load it."""
+        with self.record.reading() as connection:
+            rows = value(
+                connection, "select rows from generations where g = ?", (generation.number,)
+            )
+            # Once: at the next attempt they need only load what was written meanwhile.
+            is_known = expected_generation(connection) == generation.number
+            if _is_served(connection, generation) or is_known or rows < MIN_ROWS:
+                return 0.0
+        with self.record.writing() as (connection, _):
+            row = ("expected", generation.number)
+            connection.execute("insert or replace into state values (?, ?)", row)
+        return _NOTICE_SECONDS
+
+    def expected(self) -> Generation | None:
+        """Return the generation that is about to be served; see `Store`."""
+        with self.record.reading() as connection:
+            number = expected_generation(connection)
+            generations = all_generations(connection)
+        return next((entry for entry in generations if entry.number == number), None)
 
     def propose_staged(
         self, generation: Generation, queries: Floats, count: int

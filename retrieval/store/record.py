@@ -577,6 +577,12 @@ def upto_of(connection: apsw.Connection, g: int) -> int:
     return int(value(connection, "select upto from generations where g = ?", (g,)))
 
 
+def expected_generation(connection: apsw.Connection) -> int | None:
+    """Return the number of the generation that is about to be served, if one was announced."""
+    number: int | None = value(connection, "select value from state where key = 'expected'")
+    return number
+
+
 def last_number(connection: apsw.Connection) -> int:
     """Return the highest number that an item has ever had."""
     return int(value(connection, "select seq from sqlite_sequence where name = 'items'") or 0)

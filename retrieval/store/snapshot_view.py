@@ -29,7 +29,15 @@ from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.contract import StoreUnavailable
 from retrieval.store.exact_search import nearest, squared_distances
 from retrieval.store.items import NOT_SEARCHED, VECTOR, Floats, Generation
-from retrieval.store.record import Record, ask, seq_of, served_generation, value
+from retrieval.store.record import (
+    Record,
+    all_generations,
+    ask,
+    expected_generation,
+    seq_of,
+    served_generation,
+    value,
+)
 from retrieval.store.search_structure import ARRAYS, Loaded, Structure, load_structure
 
 BlockChecksums = dict[int, int]
@@ -567,6 +575,7 @@ class Views:
         # `Record.version` and number of the transaction when `view` was last found to be current
         self._checked_state: tuple[object, int] | None = None
         self._prepared: View | None = None
+        self._expected: int | None = None
         self._refresh = threading.RLock()
         self._loading: set[str] = set()
 
@@ -618,6 +627,7 @@ class Views:
                     return view
                 return None
             self.view = self._of(connection, served_generation(connection), wait=view is None)
+            self._expect(connection)
             # Others than the current one are seldom needed again.
             if len(self.loaded) > 3:
                 structure_text = self.view.structure_text
@@ -625,6 +635,18 @@ class Views:
                     text: loaded for text, loaded in self.loaded.items() if text == structure_text
                 }
             return self.view
+
+    def _expect(self, connection: apsw.Connection) -> None:
+        """Load an announced generation in the background, so that a switch interrupts no search."""
+        number = expected_generation(connection)
+        if number == self._expected:
+            return
+        self._expected = number
+        for generation in all_generations(connection):
+            if generation.number == number and generation.state != "served":
+                threading.Thread(
+                    target=self.prepare, args=(generation,), name="loading", daemon=True
+                ).start()
 
     def prepare(self, generation: Generation) -> None:
         """Load a generation that is about to be served, if this process searches the index."""

@@ -1,6 +1,7 @@
 """Search structures, and exact search where they cannot be used."""
 
 import logging
+import threading
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,7 +16,7 @@ from retrieval.errors import PluginError, StoreError
 from retrieval.index.adapter_bundles import make_adapter_bundle
 from retrieval.index.index import Index, open_index
 from retrieval.index.integrity import check_index
-from retrieval.store import masks, search_structure, upkeep
+from retrieval.store import local, masks, search_structure, snapshot_view, upkeep
 from retrieval.store.contract import Item, widths_of
 from retrieval.store.faiss_backends import Hnsw
 from retrieval.store.folder import create_local
@@ -347,3 +348,43 @@ def links_of(backend: Hnsw, row: int) -> list[list[int]]:
         ]
         lists.append(links[: links.index(-1)] if -1 in links else links)
     return lists
+
+
+def test_who_searches_loads_a_generation_before_it_is_served(
+    tmp_path, bundle, vectors, monkeypatch
+):
+    monkeypatch.setattr(local, "MIN_ROWS", 1000)
+    monkeypatch.setattr(local, "_NOTICE_SECONDS", 3.0)
+    created(tmp_path / "i", bundle, vectors, StructureChoice("hnsw")).close()
+    adapter = make_adapter_bundle(bundle, near_identity(16), tmp_path / "adapter")
+    with Index.open(tmp_path / "i") as server, Index.open(tmp_path / "i") as writer:
+        before = server.search(vectors[1], 3)
+        assert server.store.expected() is None
+        migration = threading.Thread(target=writer.migrate, args=(adapter,))
+        migration.start()
+        loads = []
+        genuine = snapshot_view.load_structure
+
+        def load_structure(*arguments):
+            loads.append(threading.current_thread().name)
+            return genuine(*arguments)
+
+        while (expected := server.store.expected()) is None:
+            time.sleep(0.01)
+        monkeypatch.setattr(snapshot_view, "load_structure", load_structure)
+        assert [hit.id for hit in server.search(vectors[1], 3)] == [hit.id for hit in before]
+        while "loading" not in loads or server.store.views._prepared is None:
+            time.sleep(0.01)
+        server.prepare()
+        assert server.bundle.sha256 == bundle.sha256
+        opened = server._expected[1]
+        migration.join()
+        loads.clear()
+        assert server.follow() is opened and server.generation.number == expected.number
+        hits = server.search(server.bundle.adapt(vectors[1:2]).vector[0], 3)
+        assert hits[0].distance == pytest.approx(0, abs=1e-4)
+        assert not loads, "the graph was loaded when it was needed"
+        assert server.store.expected() is None
+        assert server.rollback(progress=False).embedded == 0
+        assert [hit.id for hit in server.search(vectors[1], 3)] == [hit.id for hit in before]
+    assert check_index(tmp_path / "i") == ([], [])

@@ -1,0 +1,359 @@
+"""A switch of a large index to an adapter: how long it takes, and what searches feel of it.
+
+    python benchmarks/switch.py               # in benchmarks/work/switch; writes results/switch.md
+    python benchmarks/switch.py --rows 60000  # a smaller index, which is not kept
+
+Vectors are those of `search.py`: Fashion-MNIST's training images and moved copies of them, as 128
+principal components. The heads are metrics that the labels of the training images teach: weights of
+the components, and the inverse root of the scatter within the classes, mixed with the identity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from retrieval.bundle.bundle import Bundle
+from retrieval.data.image_archives import read_idx
+from retrieval.index.adapter_bundles import make_adapter_bundle
+from retrieval.index.index import Index
+from retrieval.store.local import LocalStore
+from retrieval.store.upkeep import Upkeep
+
+from bench import FASHION, WORK, Row, alone, arguments, finish, machine_of, markdown, page, status
+from scaled_bundle import make_bundle, make_index
+from search import vectors_of
+from serve import started
+
+WIDTH, K = 128, 10
+RATE = 25
+"""Searches a second, which arrive whether or not the earlier ones are answered."""
+USUAL, AFTER = 60.0, 30.0
+"""Seconds that are measured before the migration begins and after it has ended."""
+
+
+def scatter() -> tuple[Any, Any]:
+    """Return the scatter (D, D) of the training images within and between their classes."""
+    vectors, _ = vectors_of(60_000, WIDTH, 0.25)
+    labels = read_idx(FASHION / "train-labels-idx1-ubyte.gz", 1)
+    means = np.stack([vectors[labels == label].mean(0) for label in range(10)])
+    return np.cov((vectors - means[labels]).T), np.cov(means.T)
+
+
+def inverse_root(matrix: Any, share: float) -> Any:
+    """Return the inverse root of a mixture of a scaled matrix and the identity."""
+    scaled = matrix / (np.trace(matrix) / len(matrix))
+    energy, basis = np.linalg.eigh(share * scaled + (1 - share) * np.eye(len(matrix)))
+    return (basis / np.sqrt(energy)) @ basis.T
+
+
+def heads() -> dict[str, Any]:
+    """Return matrices (D, P) by name."""
+    within, between = scatter()
+    ratio = np.diag(between) / np.diag(within)
+    return {
+        "a weight for each number": np.diag(ratio**0.25),
+        "scatter within classes, half": inverse_root(within, 0.5),
+        "scatter within classes, nine tenths": inverse_root(within, 0.9),
+    }
+
+
+def graph_of(matrix: Any) -> bytes:
+    """Return the graph of an adapter that multiplies vectors with a matrix (D, P)."""
+    from onnx import TensorProto, helper
+
+    from retrieval_engines.testing.small_bundles import graph_bytes
+
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", size])
+        for name, size in zip(("input", "vector"), matrix.shape, strict=True)
+    ]
+    nodes = [helper.make_node("MatMul", ["input", "matrix"], ["vector"])]
+    return graph_bytes(nodes, ends[:1], ends[1:], {"matrix": matrix.astype(np.float32)})
+
+
+def prepare(work: Path, rows: int) -> None:
+    """Write the index and the bundles, unless they are there already."""
+    if (work / "built.json").exists():
+        return
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    vectors, queries = vectors_of(rows, WIDTH, 0.25)
+    np.save(work / "queries.npy", queries)
+    make_bundle(work / "base", WIDTH, 1.0)
+    # Without a structure, whose time is measured on its own.
+    make_index(work / "index", work / "base", vectors)
+    del vectors
+    with LocalStore(work / "index", upkeep=False) as store:
+        store.take_structure("hnsw", {})
+        wall, cpu = time.monotonic(), time.process_time()
+        store.compact()
+        built = {"wall": time.monotonic() - wall, "cpu": time.process_time() - cpu}
+        (work / "built.json").write_text(json.dumps(built))
+
+
+@contextmanager
+def timed(seconds: dict[str, float], *methods: tuple[type, str]) -> Iterator[None]:
+    """Add the wall and CPU seconds of methods to `seconds`."""
+    genuine = {(kind, name): getattr(kind, name) for kind, name in methods}
+
+    def measured(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*values: Any, **options: Any) -> Any:
+            wall, cpu = time.monotonic(), time.process_time()
+            try:
+                return method(*values, **options)
+            finally:
+                for key, spent in (
+                    (name, time.monotonic() - wall),
+                    (f"{name} cpu", time.process_time() - cpu),
+                ):
+                    seconds[key] = seconds.get(key, 0.0) + spent
+
+        return call
+
+    for (kind, name), method in genuine.items():
+        setattr(kind, name, measured(name, method))
+    try:
+        yield
+    finally:
+        for (kind, name), method in genuine.items():
+            setattr(kind, name, method)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def migrated(index: Path, adapter: Path) -> Row:
+    """Migrate an index to an adapter; return times, memory, disk and recall."""
+    seconds: dict[str, float] = {}
+    before = size_of(index)
+    methods = ((LocalStore, "derive"), (Upkeep, "structured"), (LocalStore, "switch"))
+    with Index.open(index) as opened:
+        with timed(seconds, *methods):
+            began = time.monotonic()
+            done = opened.migrate(adapter, progress=False)
+            total = time.monotonic() - began
+        peak = status("VmHWM")
+        assert isinstance(opened.store, LocalStore)
+        structure, recall = opened.store.recall()
+    return {
+        "items": done.from_vectors,
+        "total": total,
+        **seconds,
+        "memory": peak,
+        "disk": size_of(index) - before,
+        "structure": structure,
+        "recall": recall,
+    }
+
+
+def rolled_back(index: Path) -> Row:
+    """Go back to the base, and drop the adapter's generation."""
+    with Index.open(index) as opened:
+        began = time.monotonic()
+        done = opened.rollback(progress=False)
+        row = {"rollback": time.monotonic() - began, "embedded": done.embedded}
+        assert isinstance(opened.store, LocalStore)
+        row["recall of the base"] = opened.store.recall()[1]
+        opened.drop_old()
+    return row
+
+
+def switches(work: Path) -> list[Row]:
+    """Return the measurements of a switch to each head and back."""
+    rows = []
+    for name, matrix in heads().items():
+        with tempfile.TemporaryDirectory(dir=work) as folder:
+            base = Bundle.open(work / "base", threads=1)
+            adapter = make_adapter_bundle(base, graph_of(matrix), Path(folder) / "adapter")
+            row = alone(migrated, work / "index", adapter) | alone(rolled_back, work / "index")
+        rows.append({"head": name, **row})
+        print(rows[-1], flush=True)
+    return rows
+
+
+# With a server
+
+
+async def send(
+    port: int, bodies: list[bytes], stop: asyncio.Event
+) -> list[tuple[float, float, int]]:
+    """Send searches at a steady rate; return when each began, its seconds and its status."""
+    answers: list[tuple[float, float, int]] = []
+    head = "POST /v1/search HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+    async def ask(body: bytes, due: float) -> None:
+        status = 0
+        # Without an answer, the status stays 0.
+        with suppress(OSError, asyncio.IncompleteReadError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"{head}Connection: close\r\n".encode())
+            writer.write(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            answer = await reader.read()
+            status = int(answer.split(maxsplit=2)[1])
+            writer.close()
+        answers.append((due, time.monotonic() - due, status))
+
+    tasks = []
+    due = time.monotonic()
+    number = 0
+    while not stop.is_set():
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        # A search that is sent late has waited since it was due.
+        tasks.append(asyncio.create_task(ask(bodies[number % len(bodies)], due)))
+        number += 1
+        due += 1 / RATE
+    await asyncio.gather(*tasks)
+    return answers
+
+
+async def run_beside(port: int, bodies: list[bytes], *words: str) -> tuple[list[Any], float, float]:
+    """Search before, during and after a command; return the answers, its start and its end."""
+    stop = asyncio.Event()
+    sending = asyncio.create_task(send(port, bodies, stop))
+    await asyncio.sleep(USUAL)
+    began = time.monotonic()
+    process = await asyncio.create_subprocess_exec(
+        "nice", sys.executable, "-m", "retrieval.cli", "index", *words, stdout=subprocess.DEVNULL
+    )
+    assert await process.wait() == 0
+    ended = time.monotonic()
+    await asyncio.sleep(AFTER)
+    stop.set()
+    return await sending, began, ended
+
+
+def beside_a_server(work: Path) -> list[Row]:
+    """Return the latencies of searches through a server during a migration and a rollback."""
+    bodies = [
+        json.dumps({"vector": query, "k": K}).encode()
+        for query in np.load(work / "queries.npy")[:1000].round(5).tolist()
+    ]
+    index = str(work / "index")
+    rows = []
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        head = graph_of(heads()["a weight for each number"])
+        base = Bundle.open(work / "base", threads=1)
+        adapter = make_adapter_bundle(base, head, Path(folder) / "adapter")
+        serve = ("-m", "retrieval.cli", "serve", index, "--port", "0")
+        with started(*serve) as (_, line):
+            port = re.search(r":(\d+)/", line)
+            assert port is not None, line
+            for words in (("migrate", index, str(adapter)), ("rollback", index)):
+                answers, began, ended = asyncio.run(run_beside(int(port[1]), bodies, *words))
+                for phase, low, high in (
+                    ("before", 0.0, began),
+                    ("meanwhile and after", began, np.inf),
+                    ("the last second and after", ended - 1.0, np.inf),
+                ):
+                    chosen = [(spent, code) for due, spent, code in answers if low <= due < high]
+                    spent = 1000 * np.array([entry[0] for entry in chosen])
+                    rows.append(
+                        {
+                            "command": words[0],
+                            "phase": phase,
+                            "searches": len(chosen),
+                            "failed": sum(code != 200 for _, code in chosen),
+                            **{f"p{q}": float(np.percentile(spent, q)) for q in (50, 99)},
+                            "slowest": float(spent.max()),
+                            "seconds": ended - began,
+                        }
+                    )
+                    print(rows[-1], flush=True)
+    with Index.open(index) as opened:
+        opened.drop_old()
+    return rows
+
+
+def render(raw: Row) -> str:
+    lines = []
+    for row in raw["heads"]:
+        kept = row["structured"] < raw["built"]["wall"] / 3
+        lines.append(
+            [
+                row["head"],
+                f"{row['derive']:.1f}",
+                f"{row['structured']:.1f}",
+                "its links are kept" if kept else "built again",
+                f"{row['total']:.1f}",
+                f"{row['rollback']:.1f}",
+                f"{row['recall']:.3f}",
+                f"{row['memory'] / 1e6:,.0f}",
+                f"{row['disk'] / 1e6:,.0f}",
+            ]
+        )
+    head = ["head", "vectors, s", "graph, s", "graph", "migrate, s", "rollback, s"]
+    head += ["recall@10 after", "most memory, MB", "disk, MB"]
+    served = [
+        [
+            row["command"],
+            row["phase"],
+            f"{row['searches']:,}",
+            str(row["failed"]),
+            *(f"{row[name]:.1f}" for name in ("p50", "p99", "slowest")),
+        ]
+        for row in raw["served"]
+    ]
+    columns = ["command", "searches", "number", "failed", "p50, ms", "p99, ms", "slowest, ms"]
+    return page(f"""
+        # A switch to an adapter
+
+        `python benchmarks/switch.py`: an index of {raw["rows"]:,} vectors of {WIDTH} numbers, whose
+        graph (`hnsw`) took {raw["built"]["wall"]:,.0f} s to build ({raw["built"]["cpu"]:,.0f} s of
+        CPU) and finds {raw["recall"]:.3f} of the ten nearest. It moves to an adapter and back;
+        each is a new process. *Vectors* is the time in which the new vectors are computed from
+        those that are stored, and written; *graph* that in which the links of the old graph are
+        taken over and measured or, if they find over a point less, a new graph is built. *Migrate*
+        includes opening the index, and 7 s in which servers load the new generation before it is
+        served. {raw["machine"]}; load {raw["load"]}.
+
+        {markdown(head, lines)}
+
+        ## Searches meanwhile
+
+        `retrieval serve` on the same machine, searched for {RATE} vectors a second, which arrive
+        whether or not earlier ones are answered, for {USUAL:g} s before `nice retrieval index
+        migrate` begins, and until {AFTER:g} s after it has ended; then the same for `rollback`.
+
+        {markdown(columns, served)}
+    """)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="number of vectors")
+    parser.add_argument("--part", choices=["heads", "served"], help="measure only one part")
+    parser.add_argument("--write", action="store_true", help="write the page; measure nothing")
+    options = parser.parse_args()
+    work = WORK / "switch" / str(options.rows)
+    if not options.write:
+        alone(prepare, work, options.rows)
+        kept = work / "measured.json"
+        raw = json.loads(kept.read_text()) if kept.exists() else {}
+        raw |= {"rows": options.rows, "built": json.loads((work / "built.json").read_text())}
+        raw |= machine_of("faiss-cpu", "numpy", "onnxruntime")
+        if options.part != "served":
+            raw["heads"] = switches(work)
+            raw["recall"] = raw["heads"][0]["recall of the base"]
+        if options.part != "heads":
+            raw["served"] = beside_a_server(work)
+        kept.write_text(json.dumps(raw))
+    raw = json.loads((work / "measured.json").read_text())
+    if {"heads", "served"} <= raw.keys():
+        finish("switch", raw, render(raw), keep=options.rows == 1_000_000)
+
+
+if __name__ == "__main__":
+    main()
