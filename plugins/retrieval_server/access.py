@@ -13,11 +13,13 @@ from retrieval_server.settings import HEALTH, PAGE_FILES, ROLES, Role, Settings
 
 _KEYLESS = {*PAGE_FILES, "/livez", "/readyz", "/v1/openapi.json"}
 _READS = re.compile(r"/v1(?:/indexes/[^/]+)?/(?:search(?:/batch)?|identify|encode|embeddings)")
+_FEEDBACK = re.compile(r"/v1(?:/indexes/[^/]+)?/feedback")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
 _CLOSE = {"Connection": "close"}
 # What each role permits, in words for messages.
 _TASKS = {
     "read": "searching and looking",
+    "feedback": "marking hits",
     "write": "adding, changing and deleting",
     "admin": "snapshots and metrics",
 }
@@ -39,6 +41,8 @@ def needed_role(method: str, path: str, keyed: bool) -> Role:
         return "admin"
     if method in ("GET", "HEAD") or (method == "POST" and _READS.fullmatch(path)):
         return "read"
+    if method == "POST" and _FEEDBACK.fullmatch(path):
+        return "feedback"
     return "write"
 
 
@@ -93,7 +97,9 @@ class Access:
     def __init__(self, settings: Settings, source: KeySource | None) -> None:
         self._settings = settings
         self._source = source
-        self._keyless_role = settings.open or (None if source is not None else "read")
+        self._keyless_role = settings.open
+        if settings.open is None and source is None:
+            self._keyless_role = "feedback" if settings.feedback else "read"
 
     def admit(self, scope: Any) -> Caller:
         """Return the sender of an ASGI request.

@@ -22,6 +22,7 @@ from importlib.metadata import entry_points
 from importlib.resources import files
 from logging.handlers import QueueHandler, QueueListener
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Literal
 
 from prometheus_client import (
@@ -53,6 +54,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from retrieval_server.access import Access, plain_address
 from retrieval_server.drift import NearestDistances, read_calibration
+from retrieval_server.feedback import Feedback
 from retrieval_server.keys import KeySource
 from retrieval_server.problems import RequestError, busy, problem, report
 from retrieval_server.readiness import Readiness
@@ -112,6 +114,7 @@ class Application:
         audit: record of changes, or `None`.
         reopen: functions by index name; each opens the index that is now at the served index's
             path.
+        feedback: feedback on the searches of indexes, by name.
 
     Attributes:
         ends_process: whether the process exits within `GRACE_SECONDS` of SIGTERM even if a thread
@@ -127,15 +130,19 @@ class Application:
         keys: KeySource | None = None,
         audit: Audit | None = None,
         reopen: Mapping[str, Callable[[], Index]] | None = None,
+        feedback: Mapping[str, Feedback] = MappingProxyType({}),
     ) -> None:
         self._settings = settings = settings or Settings()
         self._keys = keys
+        self._feedback = feedback
         self.workers = Workers(settings)
         self.served = {}
         for name, index in indexes.items():
             labels = {"index": name} if len(indexes) > 1 else {}
             again = (reopen or {}).get(name)
-            self.served[name] = Served(name, index, settings, self.workers, audit, again, labels)
+            self.served[name] = Served(
+                *(name, index, settings, self.workers, audit, again, labels, feedback.get(name))
+            )
         self.readiness = {name: Readiness(served) for name, served in self.served.items()}
         health = zip(HEALTH, (self._live, self._ready, self._show_metrics), strict=True)
         routes = [
@@ -277,6 +284,8 @@ class Application:
         # Without `freeze`, each full garbage collection would block the event loop for 0.1 s.
         gc.collect()
         gc.freeze()
+        for feedback in self._feedback.values():
+            feedback.start()
         try:
             yield
         finally:
@@ -290,6 +299,8 @@ class Application:
                 with suppress(asyncio.CancelledError):
                     await task
             self.workers.close()
+            for feedback in self._feedback.values():
+                feedback.close()
 
     async def _watch_keys(self, keys: KeySource) -> None:
         while True:

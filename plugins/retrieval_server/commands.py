@@ -22,7 +22,7 @@ from retrieval.cli.common import (
 )
 from retrieval.errors import DataError, one_line
 
-from retrieval_server.settings import MAX_PROCESSES, Settings
+from retrieval_server.settings import MAX_PROCESSES, ROLES, Settings
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -69,7 +69,7 @@ _DAY = 86_400.0
 )
 @click.option(
     "--open",
-    type=Choice(["read", "write", "admin"]),
+    type=Choice(ROLES),
     help="Role of clients without a key. A server that others can reach needs this or --keys.",
 )
 @click.option(
@@ -89,6 +89,36 @@ _DAY = 86_400.0
 )
 @click.option(
     "--snapshots", type=PATH, metavar="FOLDER", help="Folder for snapshots that clients request."
+)
+@click.option(
+    "--feedback",
+    is_flag=True,
+    help="Keep searches, as vectors, and take marks on their hits, to learn from them.",
+)
+@click.option(
+    "--feedback-file",
+    type=PATH,
+    metavar="FILE",
+    help="File of the feedback; by default feedback.sqlite in the folder of the index.",
+)
+@click.option(
+    "--explore",
+    metavar="SHARE",
+    default=Settings.explore,
+    type=Number(0, 1),
+    help="Share of searches that show hits of a metric on trial among the others.",
+)
+@click.option(
+    "--keep-searches",
+    default="1d",
+    type=Duration(positive=True),
+    help="How long a search without marks is kept.",
+)
+@click.option(
+    "--keep-marks",
+    default="90d",
+    type=Duration(positive=True),
+    help="How long a search with marks is kept, and its marks.",
 )
 @click.option(
     "--processes", default=1, type=click.IntRange(1, MAX_PROCESSES), help="Server processes."
@@ -126,6 +156,9 @@ def serve_command(
     """
     from retrieval_server.server import named, serve
 
+    for name in ("keep_searches", "keep_marks"):
+        options[name] = options[name].total_seconds()
+    options["feedback"] |= options["feedback_file"] is not None
     settings = Settings(workers=workers or cores(), **options)
     serve(named(indexes), host=host, port=port, settings=settings)
 
@@ -153,9 +186,9 @@ def keys() -> None:
 @click.option(
     "--role",
     default="read",
-    type=Choice(["read", "write", "admin"]),
-    help="read: search and read items. write: also add, change and delete items. admin: also take"
-    " snapshots and read metrics.",
+    type=Choice(ROLES),
+    help="read: search and read items. feedback: also mark hits. write: also add, change and delete"
+    " items. admin: also take snapshots and read metrics.",
 )
 @click.option(
     "--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable."

@@ -10,13 +10,15 @@ from pydantic import TypeAdapter
 
 from retrieval_server import request_bodies, responses
 from retrieval_server.access import is_free, needed_role
+from retrieval_server.feedback import FeedbackBody
 from retrieval_server.problems import MEDIA_TYPE
 
 _INTRODUCTION = (
     "Search and change an index of images. Errors are `application/problem+json`. A path with"
     " `/indexes/{index}` names the index; other paths use the server's only index. If the server"
     " has keys, an operation needs a key with the role that its `security` names or a higher one"
-    " (read, write, admin). No key is needed if the server has none or is open for the operation."
+    " (read, feedback, write, admin). No key is needed if the server has none or is open for the"
+    " operation."
 )
 _KEY = {
     "type": "http",
@@ -168,6 +170,7 @@ _ENCODE = {
     _FORM: _form("image", image=_SEVERAL),
     **dict.fromkeys(("application/octet-stream", "image/*"), _BINARY),
 }
+_FEEDBACK = {_JSON: _ref(FeedbackBody)}
 _EMBEDDINGS = {_JSON: _ref(request_bodies.EmbeddingsBody)}
 OPERATIONS = (
     Operation("post", "/search", "search", responses.SearchAnswer, _OPTIONS, _SEARCH),
@@ -177,6 +180,7 @@ OPERATIONS = (
     ),
     Operation("post", "/encode", "encode", responses.EncodeAnswer, {}, _ENCODE),
     Operation("post", "/embeddings", "embeddings", responses.EmbeddingsAnswer, {}, _EMBEDDINGS),
+    Operation("post", "/feedback", "feedback", responses.FeedbackAnswer, {}, _FEEDBACK),
     Operation("get", "/index", "get_index", responses.IndexAnswer),
     Operation("get", "/items", "list_items", responses.Page, _LIST),
     Operation("post", "/items", "add_items", responses.AddAnswer, {}, _ADD),
@@ -205,6 +209,7 @@ def document(handlers: type) -> dict[str, Any]:
             request_bodies.ItemsPatch,
             request_bodies.DeleteBody,
             request_bodies.EmbeddingsBody,
+            FeedbackBody,
         ),
         *(request_bodies.SearchBody, request_bodies.BatchBody, request_bodies.IdentifyBody),
         responses.Problem,

@@ -44,10 +44,11 @@ async function itemsAfter(place, parameters) {
   }
 }
 
-function extend(place, { results, next }) {
+function extend(place, { results, next, search_id: search }) {
   const field = isWall() || byId("size").value === "1" ? "" : byId("group").value;
   const list = byId(LISTS[place]);
   list.setAttribute("aria-label", isWall() ? "Items" : "Nearest items, nearest first");
+  for (const item of results) item.search_id = search;
   for (const item of results) (field ? groupOf(list, text(valueOf(item, field))) : list).append(card(item, place));
   shown[place].push(...results);
   starts[place] = next;

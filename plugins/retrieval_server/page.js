@@ -55,7 +55,7 @@ function card(item, place) {
     list.append(...entries.map(([field, value]) => element("li", "", `${field}: ${text(value)}`)));
     words.append(list);
   }
-  entry.append(frame, markButtons(item), words, editButtons(item));
+  entry.append(frame, markButtons(item), words, judgeButtons(item, place), editButtons(item));
   return entry;
 }
 

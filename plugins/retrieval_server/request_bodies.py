@@ -70,6 +70,10 @@ Ids = Annotated[
     List[ItemId] | None, Field(max_length=100, description="a list of at most 100 ids of items")
 ]
 FieldName = Annotated[str | None, Field(max_length=1000, description="the name of a field")]
+User = Annotated[
+    str | None,
+    Field(min_length=1, max_length=64, description="text of 1 to 64 characters that names a user"),
+]
 Label = Annotated[str | None, Field(description="text, or null for none")]
 Keep = Literal["copy", "thumbnail", "nothing"]
 
@@ -132,6 +136,7 @@ class Options(JsonBody):
         Field(max_length=1000, description='the name of a field, for the largest first after "-"'),
     ] = None
     scores: Annotated[bool, Field(description="true or false")] = False
+    user: User = None
 
 
 class SearchOptions(Options):
@@ -141,7 +146,9 @@ class SearchOptions(Options):
     dislike: Ids = None
 
 
-_QUESTION = SearchOptions.model_fields.keys() - {"k", "filter", "candidates", "fields", "explain"}
+_QUESTION = SearchOptions.model_fields.keys() - {
+    *("k", "filter", "candidates", "fields", "explain", "user")
+}
 """Names of the options that take more than the search of the nearest items."""
 
 
@@ -425,6 +432,7 @@ class Query(NamedTuple):
         question: the options as the index takes them, without `examples`. `None` for a search of
             the nearest items, or a verdict.
         examples: pictures to "like" and to "dislike".
+        voter: who searches, if the search is to be noted; see `retrieval.feedback.record.Search`.
     """
 
     inputs: tuple[QueryInput, ...]
@@ -432,6 +440,7 @@ class Query(NamedTuple):
     filter: Filter | None
     question: questions.Query | None = None
     examples: Mapping[str, Sequence[bytes]] = MappingProxyType({})
+    voter: str | None = None
 
 
 def query_of(

@@ -37,10 +37,16 @@ class FacetCount:
 
 @dataclass(frozen=True, repr=False)
 class Results(Sequence[Hit]):
-    """A sequence of the hits of one search, nearest first, which prints as a table."""
+    """A sequence of the hits of one search, nearest first, which prints as a table.
+
+    `search_id` names the search in feedback; only a server that takes feedback sends it. `explored`
+    says that the hits are interleaved with those of a metric on trial.
+    """
 
     results: tuple[Hit, ...]
     facets: dict[str, tuple[FacetCount, ...]] | None = field(default=None, kw_only=True)
+    search_id: str | None = field(default=None, kw_only=True)
+    explored: bool | None = field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
         return text_table(self)
@@ -188,6 +194,13 @@ class Changed:
 
 
 @dataclass(frozen=True)
+class FeedbackAnswer:
+    """Number of marks that are new or changed; they are on the server's disk."""
+
+    counted: int
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Name of a snapshot in the folder that the server's operator has set."""
 
@@ -278,7 +291,8 @@ class IndexAnswer:
     generations: tuple[dict[str, Any], ...] | None = None
     bytes: int | None = None
     fields: tuple[str, ...] | None = None
-    role: Literal["read", "write", "admin"] | None = None
+    role: Literal["read", "feedback", "write", "admin"] | None = None
     identity: str | None = None
     calibration: CalibrationFacts | None = None
     drift: Drift | None = None
+    feedback: bool | None = None

@@ -40,6 +40,7 @@ from starlette.routing import BaseRoute, Match, Route
 from retrieval_server import request_bodies
 from retrieval_server.access import Caller, needed_role
 from retrieval_server.decoder_processes import Kind as PictureKind
+from retrieval_server.feedback import FeedbackBody, NotedHits, voter_of
 from retrieval_server.openapi import OPERATIONS, document
 from retrieval_server.problems import RequestError, busy, no_item
 from retrieval_server.request_bodies import Body, BodyMemory, Kind, Query
@@ -134,6 +135,13 @@ class Routes:
         began = perf_counter()
         # A full queue refuses a request before its body takes memory.
         served.workers.searches.require_room()
+        key = _caller_of(request).name
+
+        def parse(body: Body) -> Query:
+            query = read(body)
+            if served.feedback is None:
+                return query
+            return query._replace(voter=voter_of(key, getattr(query.options, "user", None)))
 
         def finish(query: Query, answers: Sequence[Any], index: Index) -> bytes:
             if _shows_drift(query, answers):
@@ -150,8 +158,29 @@ class Routes:
             # A query of one image is parsed, decoded, encoded and searched by one thread: a hop to
             # another thread costs as much as a small search; see `Turns`.
             if batch or body.kind == "json":
-                return _answer(await served.search(await _parsed(served, body, read), finish))
-            return _answer(await served.search_image(partial(read, body), finish))
+                return _answer(await served.search(await _parsed(served, body, parse), finish))
+            return _answer(await served.search_image(partial(parse, body), finish))
+
+    async def feedback(self, request: Request) -> Response:
+        """Mark hits of a search as liked, disliked or clicked."""
+        served = self._served(request)
+        caller = _caller_of(request)
+        parameters_of(request)
+        if served.feedback is None:
+            raise RequestError(
+                403, "This server takes no feedback. Its operator can turn it on: --feedback."
+            )
+
+        def read(body: Body) -> FeedbackBody:
+            return FeedbackBody.of(request_bodies.loads(body.content))
+
+        async with self._body(request, _JSON_LIMITS) as body:
+            content = await _parsed(served, body, read)
+            voter = voter_of(caller.name, content.user)
+            # The record of changes does not name what somebody liked: see `forget`.
+            change = _change(request, served, "feedback")
+            counted = await served.mark(content.search_id, voter, content.marks(), change)
+            return _answer({"counted": counted})
 
     # Encoding
 
@@ -376,6 +405,7 @@ class Routes:
         parameters_of(request)
         of_server = {
             "role": _caller_of(request).role,
+            "feedback": served.feedback is not None,
             "limits": {
                 "bytes": settings.max_bytes,
                 "pixels": settings.max_pixels,
@@ -650,6 +680,10 @@ def _result_json(
     else:
         hits = answer
     result["results"] = [_hit_json(hit, served, prefix, options.fields) for hit in hits]
+    if isinstance(answer, NotedHits):
+        result["search_id"] = answer.search_id
+        if answer.teams:
+            result["explored"] = True
     if getattr(options, "facets", None):
         assert isinstance(answer, Hits)
         result["facets"] = {

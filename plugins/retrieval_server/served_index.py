@@ -39,6 +39,7 @@ from retrieval.index.query import Query as Question
 from retrieval.index.sources import digest_of
 from retrieval.store import contract
 from retrieval.store.contract import (
+    BASE,
     CODE,
     FEATURES,
     VECTOR,
@@ -52,6 +53,7 @@ from starlette.requests import ClientDisconnect
 
 from retrieval_server.decoder_processes import Decoded, Decoders, Kind, Undecodable
 from retrieval_server.drift import Drift
+from retrieval_server.feedback import Feedback, not_kept
 from retrieval_server.problems import RequestError, busy, no_item, report, store_failed
 from retrieval_server.request_bodies import IdentifyOptions, NewItem, Query, QueryInput
 from retrieval_server.settings import BATCH_BYTES, Settings
@@ -68,6 +70,7 @@ _CHANGING = "The index's bundle keeps changing. Try again in a moment."
 DECODE_SECONDS = 5.0
 WAITING_PER_WORKER = 64
 WAITING_CHANGES = 16
+WAITING_MARKS = 256
 WAITING_SNAPSHOTS = 4
 WAITING_PICTURES = 64
 _PICTURE_THREADS = 8
@@ -86,6 +89,7 @@ class Served:
         index: the current index.
         failed: function that repeats the last search that failed because of damage, or `None`.
         drift: the nearest distances of the latest searches by image.
+        feedback: the feedback on searches, or `None`.
     """
 
     def __init__(
@@ -97,12 +101,14 @@ class Served:
         audit: Audit | None = None,
         reopen: Callable[[], Index] | None = None,
         labels: Mapping[str, str] = MappingProxyType({}),
+        feedback: Feedback | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
         self.workers = workers
         self.failed: Callable[[], object] | None = None
         self.index = index
+        self.feedback = feedback
         self.drift = Drift(index, labels)
         self._lock = threading.Lock()
         # Each open index stays open while it has users; the current index has one user more.
@@ -171,7 +177,7 @@ class Served:
                     return query
                 image = query.inputs[0].image or b""
                 pixels = self.workers.decode("pixels", image, bundle).pixels[None]
-                find = partial(_hits, query=query, pixels=pixels)
+                find = partial(_hits, query=query, pixels=pixels, feedback=self.feedback)
                 return self._searched(bundle, query, find, finish)
 
             answer = await self.workers.images.run(work)
@@ -196,7 +202,7 @@ class Served:
                 pixels = np.stack([image.pixels for image in decoded])
             else:
                 pixels = None
-            find = partial(_hits, query=query, pixels=pixels)
+            find = partial(_hits, query=query, pixels=pixels, feedback=self.feedback)
             search = partial(self._searched, bundle, query, find, finish)
             return await self.workers.searches.run(search)
 
@@ -341,6 +347,29 @@ class Served:
         turns = self.workers.snapshots
         await self._again(lambda: self._change(work, change, turns), sentence)
 
+    async def mark(
+        self, search_id: str, voter: str, marks: Mapping[str, int], change: Change
+    ) -> int:
+        """Take marks on the hits of a search; return how many are new or changed.
+
+        Raises:
+            RequestError: 404 for an unknown search, 503 if the marks cannot be stored.
+        """
+        assert self.feedback is not None  # the route has checked
+        run = self.workers.marks.run
+
+        def add() -> int:
+            assert self.feedback is not None
+            with self._audit.recording(change) if self._audit else nullcontext():
+                change.count = self.feedback.add(search_id, voter, marks)
+                return change.count
+
+        try:
+            await self.feedback.wait_for(search_id, run)
+            return await run(add)
+        except StoreError as error:
+            raise not_kept(error) from None
+
     async def _change(self, work: Callable[[Index], T], change: Change, turns: Turns) -> T:
         """Run a change in the pool `turns` and record it in the audit log."""
 
@@ -405,11 +434,22 @@ class Served:
         return content
 
 
-def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> Sequence[Any]:
-    """Return the hits of each query in order, or a verdict; an item is no hit of its own query."""
+def _hits(
+    index: Index, query: Query, pixels: NDArray[Any] | None, feedback: Feedback | None = None
+) -> Sequence[Any]:
+    """Return the hits of each query in order, or a verdict; an item is no hit of its own query.
+
+    A search with a voter is noted in `feedback`, and perhaps explored.
+    """
+    if query.voter is None:
+        feedback = None
+    bundle = index.bundle
     options = query.options
     if query.question is not None:
-        return _answers(index, query, query.question, pixels)
+        encoded, answers = _answers(index, query, query.question, pixels)
+        if feedback is None:
+            return answers
+        return feedback.noted(bundle, query, encoded, answers)
     encoded = _queries(index, query, pixels)
     ids = [input.id for input in query.inputs]
     # An item finds itself, so one hit more is needed.
@@ -417,14 +457,22 @@ def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> Sequence[A
     if isinstance(options, IdentifyOptions):
         with stage("search", len(ids)):
             return [index.identify(encoded, options.far, without=[id for id in ids if id])]
+    if feedback is not None and (challenger := feedback.challenger_for(bundle, query)):
+        with stage("search"):
+            interleaved = feedback.explored(index, challenger, encoded, query)
+        if interleaved is not None:
+            return feedback.noted(bundle, query, encoded, [interleaved], challenger)
     with stage("search", len(ids)):
         hits_by_query = index.search(
             encoded, options.k + by_id, candidates=options.candidates, filter=query.filter
         )
-    return [
+    nearest = [
         [hit for hit in hits if hit.id != id][: options.k]
         for id, hits in zip(ids, hits_by_query, strict=True)
     ]
+    if feedback is None:
+        return nearest
+    return feedback.noted(bundle, query, encoded, nearest)
 
 
 def _queries(index: Index, query: Query, pixels: NDArray[Any] | None) -> Any:
@@ -436,8 +484,11 @@ def _queries(index: Index, query: Query, pixels: NDArray[Any] | None) -> Any:
 
 def _answers(
     index: Index, query: Query, question: Question, pixels: NDArray[Any] | None
-) -> list[Any]:
-    """Return the hits of each query, with all options."""
+) -> tuple[Any, list[Any]]:
+    """Return the queries as the index takes them and the hits of each, with all options.
+
+    The queries are `None` if examples to like or dislike moved them.
+    """
     names = {*question.likes, *question.dislikes}
     if names and (unknown := names.difference(index.get(names))):
         raise RequestError(404, f"There is no item {min(unknown)[:80]!a} to like or dislike.")
@@ -458,9 +509,12 @@ def _answers(
         queries = _queries(index, query, pixels)
     with stage("search", max(1, count)):
         if not count:
-            return [index.answer(None, question)]
+            return None, [index.answer(None, question)]
         ids = tuple(input.id for input in query.inputs if input.id is not None)
-        return index.answer(queries, replace(question, ids=ids))
+        answers = index.answer(queries, replace(question, ids=ids))
+    if question.likes or question.dislikes:
+        return None, answers
+    return queries, answers
 
 
 def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any] | None) -> Any:
@@ -503,7 +557,10 @@ def _stored(index: Index, query: Query) -> Encoded:
     codes = None
     if bundle.manifest.rescorer is not None:
         codes = np.stack([items[id].arrays[CODE] for id in ids])
-    return Encoded(vectors, vectors, codes, bundle.sha256)
+    base = None
+    if bundle.manifest.adapter is not None:
+        base = np.stack([items[id].arrays[BASE] for id in ids])
+    return Encoded(vectors, vectors, codes, bundle.sha256, base)
 
 
 # Writing
@@ -702,8 +759,12 @@ class Workers:
         self.changes = Turns("changes", 1, WAITING_CHANGES)
         self.pictures = Turns("pictures", _PICTURE_THREADS, WAITING_PICTURES)
         self.snapshots = Turns("snapshots", 1, WAITING_SNAPSHOTS)
+        self.marks = Turns("marks", 1, WAITING_MARKS)
         self.images = Turns("images", settings.workers + 1, waiting, _search_alone)
-        self._pools = (self.images, self.searches, self.changes, self.pictures, self.snapshots)
+        self._pools = (
+            *(self.images, self.searches, self.changes),
+            *(self.pictures, self.snapshots, self.marks),
+        )
         self.decoders = Decoders(Limits(settings.max_pixels, settings.max_bytes), DECODE_SECONDS)
 
     def decode(self, kind: Kind, content: bytes, bundle: Bundle | None = None) -> Any:

@@ -91,6 +91,11 @@ def serve(
         sources = {index_name(str(index.path)): index}
     else:
         sources = {index_name(str(index)): index}
+    if settings.feedback_file is not None and len(sources) > 1:
+        raise StoreError(
+            "One file cannot hold the feedback of several indexes, whose items may have the same"
+            " ids: with --feedback alone, each index has a file in its folder."
+        )
     parts = Parts(sources, settings, device, tuple(plugins))
     multiprocess = settings.processes > 1
     if multiprocess and (beside or any(isinstance(source, Index) for source in sources.values())):
@@ -223,12 +228,14 @@ class Parts:
         from retrieval.index.change_log import Audit
 
         from retrieval_server.app import Application
+        from retrieval_server.feedback import Feedback, feedback_path
 
         keys = key_source(self.settings.keys)
         audit = None
         if self.settings.audit is not None:
             audit = Audit(self.settings.audit)
-        opened = {}
+        opened: dict[str, Index] = {}
+        feedback = {}
         reopen = {}
         for name, source in self.sources.items():
             if isinstance(source, Index):
@@ -236,7 +243,10 @@ class Parts:
             else:
                 reopen[name] = partial(self.open, source)
                 opened[name] = reopen[name]()
-        return Application(opened, self.settings, keys, audit, reopen)
+            if self.settings.feedback:
+                path = feedback_path(opened[name].path, self.settings)
+                feedback[name] = Feedback(path, self.settings)
+        return Application(opened, self.settings, keys, audit, reopen, feedback)
 
     def __call__(self) -> Any:
         """Return the application of one of several processes; on an error, end the process."""
@@ -262,14 +272,19 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
     Raises:
         DataError: a process could not start, which ends the others.
     """
+    from retrieval.feedback.record import FeedbackRecord
     from uvicorn.config import STARTUP_FAILURE
     from uvicorn.supervisors import Multiprocess
+
+    from retrieval_server.feedback import feedback_path
 
     items = 0
     for place in parts.sources.values():
         # An error here is reported once, not by each process.
         with parts.open(place) as index:
             items += len(index)
+            if parts.settings.feedback:
+                FeedbackRecord.open(feedback_path(index.path, parts.settings), create=True).close()
     with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
         # prometheus_client reads the variable when a process imports it.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Role = Literal["read", "write", "admin"]
-"""Permissions of a caller: "read" for searching and reading items, "write" also for changing them,
-and "admin" also for snapshots and metrics.
+from retrieval.feedback import JUDGED_SECONDS, UNJUDGED_SECONDS
+
+Role = Literal["read", "feedback", "write", "admin"]
+"""Permissions of a caller: "read" for searching and reading items, "feedback" also for marking
+hits, "write" also for changing items, and "admin" also for snapshots and metrics.
 """
 
-ROLES: tuple[Role, ...] = ("read", "write", "admin")
+ROLES: tuple[Role, ...] = ("read", "feedback", "write", "admin")
 HEALTH = ("/livez", "/readyz", "/metrics")
 """Paths for monitoring; the health port answers only these."""
 
@@ -20,6 +22,7 @@ _SCRIPTS = (
     "call",
     "duplicates",
     "edit",
+    "feedback",
     "filter",
     "identify",
     "keys",
@@ -68,8 +71,8 @@ class Settings:
         images: folders whose files the server may show as images of items.
         snapshots: folder for snapshots. `None` permits no snapshots.
         keys: file of API keys. `None` uses the environment variable RETRIEVAL_KEYS, if it is set.
-        open: role of everybody without a key. `None` means "read" if the server has no keys, and
-            no role otherwise.
+        open: role of everybody without a key. `None` means no role if the server has keys;
+            otherwise "feedback" if it takes feedback, and "read" if not.
         audit: file that records changes. `None` records none.
         proxies: addresses and networks of proxies whose X-Forwarded-For header is trusted.
         log_format: format of a log line per request, "text" or "json". `None` logs only problems.
@@ -77,6 +80,11 @@ class Settings:
         max_bytes: maximum size of an uploaded image file in bytes.
         batch: maximum number of images, vectors or items per request.
         deadline: time limit in seconds from the end of a request's body to the response.
+        feedback: whether to keep searches and take marks on their hits.
+        feedback_file: file of the feedback. `None` means `feedback.sqlite` in the index's folder.
+        explore: while a challenger is on trial, the share of searches whose hits are interleaved.
+        keep_searches: seconds for which a search without marks is kept.
+        keep_marks: seconds for which a search with marks is kept, and its marks.
     """
 
     workers: int = 1
@@ -94,3 +102,8 @@ class Settings:
     max_bytes: int = 20_000_000
     batch: int = 100
     deadline: float = 8.0
+    feedback: bool = False
+    feedback_file: Path | None = None
+    explore: float = 0.5
+    keep_searches: float = UNJUDGED_SECONDS
+    keep_marks: float = JUDGED_SECONDS

@@ -66,14 +66,17 @@ BYTES = SizeParameter("B")
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
-    """A time such as 90d, 12h, 30m or 0."""
+    """A time such as 90d, 12h, 30m or, unless it must be positive, 0."""
 
     name = "time"
+
+    def __init__(self, positive: bool = False) -> None:
+        self._positive = positive
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the time as a `timedelta`."""
         match = re.fullmatch("([0-9]{1,5})([mhd])|0", value)
-        if match is None:
+        if match is None or (self._positive and not int(match[1] or 0)):
             self.fail(f"'{value}' is not a time: write 90d, 12h or 30m.", param, ctx)
         minutes = {"m": 1, "h": 60, "d": 1440, None: 0}[match[2]]
         return timedelta(minutes=minutes * int(match[1] or 0))

@@ -24,6 +24,7 @@ from retrieval.base.arrays import Floats32
 from retrieval.base.files import hold, scratch_folder, sync
 from retrieval.base.regular_files import open_plain
 from retrieval.errors import DataError, StoreError, some
+from retrieval.feedback import JUDGED_SECONDS, UNJUDGED_SECONDS
 from retrieval.store.contract import StoreUnavailable
 from retrieval.store.record import (
     ask,
@@ -43,8 +44,6 @@ MAX_HITS = 1000
 MAX_UNJUDGED = 1_000_000
 """Searches without a mark that are kept; the oldest go first."""
 MAX_MARKS = 5_000_000
-UNJUDGED_SECONDS = 86_400.0
-JUDGED_SECONDS = 90 * 86_400.0
 _BUSY_MILLISECONDS = 5000
 _SEARCH_SECONDS = 1.0
 """Time that a mark waits for its search, which another process may be about to write."""
@@ -184,8 +183,9 @@ class Trial:
 class FeedbackRecord:
     """The file of feedback. Threads may share one record; each process opens its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, create: bool = False) -> None:
         self.path = path
+        self._create = create
         self._turn = threading.RLock()
         self._connection: apsw.Connection | None = None
         self._file: tuple[int, int] | None = None
@@ -196,15 +196,14 @@ class FeedbackRecord:
 
         Args:
             path: the file; `feedback.sqlite` in the folder of a local index.
-            create: whether to create the file if it is missing, readable by its owner only.
+            create: whether to create the file if it is missing, also later, if somebody removes it.
+                Only its owner can read it.
 
         Raises:
             StoreError: the file is missing, damaged, of another kind, or cannot be written.
         """
-        record = cls(path)
+        record = cls(path, create)
         with record._faults("opened"):
-            if create and not os.path.lexists(path):
-                _create(path)
             record._connect()
         return record
 
@@ -227,6 +226,9 @@ class FeedbackRecord:
         if self._connection is not None and file == self._file:
             return self._connection
         self.close()
+        if self._create and file is None and not os.path.lexists(self.path):
+            _create(self.path)
+            file = file_id(self.path)
         if not os.path.lexists(self.path):
             raise StoreError(
                 f"There is no feedback at {self.path}. Take it with 'retrieval serve INDEX"
@@ -371,6 +373,12 @@ class FeedbackRecord:
                 counted += connection.changes()
             connection.execute("update searches set judged = 1 where n = ?", (n,))
         return counted
+
+    def knows(self, search_id: str) -> bool:
+        """Return whether a search is in the file."""
+        with self._reading() as connection:
+            sql = "select 1 from searches where id = ?"
+            return value(connection, sql, (search_id,)) is not None
 
     def _search(self, search_id: str) -> tuple[int, set[str]]:
         """Return the number and hits of a search, waiting for it if it is not there yet."""

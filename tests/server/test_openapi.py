@@ -52,7 +52,8 @@ def valid(schema: dict, content: object) -> bool:
 def test_responses_match_the_document(served, living, photos):
     with Index.open(living, threads=1) as index:
         index.calibrate(progress=False)
-    server = served(living, "--open", "admin", "--snapshots", str(living.parent))
+    options = ("--open", "admin", "--snapshots", str(living.parent), "--feedback")
+    server = served(living, *options)
     image = next(photos.rglob("*.png")).read_bytes()
     vector, seen = [0.5] * WIDTH, set()
 
@@ -74,6 +75,7 @@ def test_responses_match_the_document(served, living, photos):
         def own(path, method="GET", end=None, prefix=prefix, pattern=pattern, status=200, **more):
             answer = ask(prefix + path, method, pattern + (end or path.partition("?")[0]), **more)
             assert answer.status_code == status, (path, answer.text)
+            return answer
 
         own("/items/a%2Fb", "PUT", "/items/{id}", files={"image": image}, data={"label": "x"})
         own("/item?id=c", "PUT", json={"vector": vector, "metadata": {"n": 1}})
@@ -96,6 +98,11 @@ def test_responses_match_the_document(served, living, photos):
             body = {"input": [data_url], "model": "i", "encoding_format": form}
             own("/embeddings", "POST", json=body)
         own("/embeddings", "POST", json={"input": "http://x/y.png", "model": "i"}, status=400)
+        answer = own("/search", "POST", json={"vector": vector, "k": 2}).json()
+        hits = [hit["id"] for hit in answer["results"]]
+        body = {"search_id": answer["search_id"], "liked": hits[:1], "clicked": hits[1:]}
+        own("/feedback", "POST", json=body)
+        own("/feedback", "POST", json={**body, "search_id": "-" * 22}, status=404)
         own("/index")
         own("/items?limit=3&order=newest")
         own("/items", "POST", json={"items": [{"id": "d", "vector": vector}]})
@@ -124,10 +131,10 @@ def test_responses_match_the_document(served, living, photos):
 
 def test_the_document_names_the_role_that_each_operation_needs(served, living):
     keys, sent = living.parent / "keys.jsonl", {}
-    for role in ("read", "write", "admin"):
+    for role in ("read", "feedback", "write", "admin"):
         sent[role], kept = new_key(role, role)
         add_key(keys, kept)
-    client = served(living, "--keys", str(keys)).client
+    client = served(living, "--keys", str(keys), "--feedback").client
     roles = list(sent)
     for path, methods in DOCUMENT["paths"].items():
         for method, operation in methods.items():
@@ -158,7 +165,7 @@ def test_responses_to_requests_of_schemathesis_match_the_document(served, living
     from schemathesis.generation import GenerationMode
     from schemathesis.specs.openapi import checks
 
-    server = served(living, "--open", "admin")
+    server = served(living, "--open", "admin", "--feedback")
     promises = (
         not_a_server_error,
         checks.status_code_conformance,

@@ -5,7 +5,8 @@ import shutil
 from urllib.parse import urlencode
 
 import pytest
-from browsing import answered, count_is, fits, keys_of, listed, results, search, shows
+from browsing import answered, count_is, fits, keys_of, listed, loaded, results, search, shows
+from retrieval.feedback.record import FEEDBACK_FILE, LIKED, FeedbackRecord
 from retrieval.index.index import Index, create_index
 
 from retrieval_server.keys import add_key, new_key
@@ -394,3 +395,38 @@ def test_axe_finds_nothing_in_a_marked_and_identified_query(page, digits, photos
         report = axe.run(page)
         assert report.violations_count == 0, report.generate_report()
         assert fits(page)
+
+
+def test_hits_are_marked_right_or_wrong_where_the_server_takes_feedback(
+    page, served, digits, living, photos, axe
+):
+    page.goto(digits.url)
+    search(page, photos / "3" / "0003.png")
+    assert page.locator(".judge").count() == 0
+    server = served(living, "--feedback", "--images", str(photos))
+    page.goto(server.url)
+    page.wait_for_selector(".hit")
+    assert page.locator(".judge").count() == 0  # nothing was searched for
+    search(page, photos / "3" / "0003.png")
+    loaded(page)
+    first, second = keys_of(page)[:2]
+    right = page.get_by_label(f"{first} is right")
+    wrong = page.get_by_label(f"{second} is wrong")
+    right.click()
+    page.wait_for_selector(f"text=Marked: {first} is right.")
+    wrong.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"text=Marked: {second} is wrong.")
+    page.get_by_label(f"{second} is right").click()  # a later mark replaces the earlier
+    page.wait_for_selector(f"text=Marked: {second} is right.")
+    pressed = page.locator(".judge [aria-pressed=true]")
+    assert pressed.count() == 2 and wrong.get_attribute("aria-pressed") == "false"
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        report = axe.run(page)
+        assert report.violations_count == 0, report.generate_report()
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert fits(page)
+    with FeedbackRecord.open(living / FEEDBACK_FILE) as record:
+        (entry,) = record.judged()
+    assert entry.marks == {"": {first: LIKED, second: LIKED}} and entry.search.hits[0] == first

@@ -80,6 +80,7 @@ class SearchOptions(TypedDict, total=False):
     facets: Sequence[str]
     order_by: str | None
     scores: bool
+    user: str | None
 
 
 class AsyncClient(Sender):
@@ -198,6 +199,38 @@ class AsyncClient(Sender):
             raise DataError("Pass at least one image.")
         content = await form_of(images, {})
         return await self._send("POST", "/encode", responses.EncodeAnswer, **content)
+
+    async def feedback(
+        self,
+        search_id: str | None,
+        *,
+        liked: str | Sequence[str] = (),
+        disliked: str | Sequence[str] = (),
+        clicked: str | Sequence[str] = (),
+        user: str | None = None,
+    ) -> int:
+        """Mark hits of a search, and return how many marks are new or changed.
+
+        When this returns, the marks are on the server's disk. A mark that is sent twice counts
+        once; a later mark on the same hit replaces the earlier, but a click no like or dislike.
+
+        Args:
+            search_id: the `search_id` of the search's answer.
+            liked: ids of hits that are right.
+            disliked: ids of hits that are wrong.
+            clicked: ids of hits that were opened.
+            user: any text that tells users of one key apart, of at most 64 characters.
+        """
+        if search_id is None:
+            raise DataError("The answer has no search_id: its server takes no feedback.")
+        marks = {"liked": liked, "disliked": disliked, "clicked": clicked}
+        named = {
+            name: [ids] if isinstance(ids, str) else list(ids) for name, ids in marks.items() if ids
+        }
+        if not named:
+            raise DataError("Mark at least one hit as liked, disliked or clicked.")
+        content = json_of({"search_id": search_id, **named, **without_none(user=user)})
+        return (await self._send("POST", "/feedback", responses.FeedbackAnswer, **content)).counted
 
     async def put(
         self,
@@ -439,6 +472,7 @@ class Client:
     search_batch = _blocking(AsyncClient.search_batch)
     identify = _blocking(AsyncClient.identify)
     encode = _blocking(AsyncClient.encode)
+    feedback = _blocking(AsyncClient.feedback)
     put = _blocking(AsyncClient.put)
     patch = _blocking(AsyncClient.patch)
     patch_items = _blocking(AsyncClient.patch_items)
