@@ -419,17 +419,19 @@ def _entry_points(
         # start-up time of `--help`.
         if f"[{GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
             continue
-        project = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
+        # Each look-up of a distribution's name or version reads its metadata again.
+        title = distribution.name or ""
+        project = re.sub(r"[-_.]+", "-", title).lower()
         # An editable install may be listed twice.
         if project in seen:
             continue
         if bundled is not None and (project == PROJECT) != bundled:
             continue
         seen.add(project)
+        origin = f"{title} {distribution.version}"
         for entry in distribution.entry_points:
             if entry.group != GROUP or entry.name in blocked:
                 continue
-            origin = f"{distribution.name} {distribution.version}"
             if entry.name in entries:
                 raise PluginError(
                     f"Two installed packages claim the plugin name '{entry.name}':"
