@@ -1,7 +1,7 @@
 """MTEB's number for image retrieval beside that of the papers' protocol, for the same encoders.
 
     pip install 'embedding-retrieval[mteb]'
-    OMP_NUM_THREADS=1 python benchmarks/mteb_protocol.py    # a quarter of an hour
+    OMP_NUM_THREADS=1 python benchmarks/mteb_protocol.py    # about ten minutes of CPU time
 
 The pictures are scikit-learn's 1,797 digits and 12,000 of Fashion-MNIST, 1,200 of each class. A net
 trains on all pictures of the classes 0 to 4. MTEB runs on tasks that are built in memory from the
@@ -204,7 +204,7 @@ def render(raw: dict[str, Any]) -> str:
         start = [TITLES[row["set"]], row["case"]]
         mteb, by_id, paper = row["mteb"], row["mteb_by_id"], row["paper"]
         first = [scores["hit_rate_at_1"] for scores in (mteb, by_id)]
-        shown = [decimals(value, 4) for value in (*first, paper["recall_at_1"])]
+        shown = [decimals(value) for value in (*first, paper["recall_at_1"])]
         lines.append([*start, f"{row['queries']:,}", *shown, f"{row['own_not_first']:,}"])
         pairs = [mteb["recall_at_1"], paper["recall_at_1"], mteb["map_at_1000"], paper["map_at_r"]]
         others.append([*start, *(decimals(value, 4) for value in pairs)])
@@ -227,7 +227,7 @@ def render(raw: dict[str, Any]) -> str:
 
         {markdown(names, others)}
 
-        The net was trained on all pictures of the first five classes. *Unseen classes* are the
+        The net trained on all pictures of the first five classes. *Unseen classes* are the
         other five, as in the papers' protocol. *Half of all classes* is every second picture of
         all ten. MTEB's CUB200I2IRetrieval is of this kind: the test half of all 200 classes.
     """)

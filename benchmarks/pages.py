@@ -1,5 +1,5 @@
-"""Write the tables of docs/aml.md, anml.md, daml.md, indexes.md, oahu.md and recipes.md from the
-benchmarks' results.
+"""Write the tables of docs/aml.md, anml.md, daml.md, indexes.md, mteb.md, oahu.md and recipes.md
+from the benchmarks' results.
 
     python benchmarks/pages.py        # a test compares the pages with the results
 
@@ -144,6 +144,17 @@ def identify_broken() -> str:
     return whole(rows("identify", "What breaks it"), ("unknown, told", "unknown, measured"))
 
 
+def mteb_scores() -> str:
+    """MTEB's hit rates beside Recall@1, and its scores of similar names."""
+    title = "MTEB's image retrieval"
+    return f"""{whole(rows("mteb_protocol", title))}
+
+A query's own picture is *not alone at the top* if another picture is at least as similar. Scores of
+MTEB with a similar name and another formula:
+
+{whole(rows("mteb_protocol", title, 1))}"""
+
+
 def oahu_itself() -> str:
     """OAHU on the paper's set, and its two ways to search."""
     names = ("Euclid", "LEGO", "OAHU, untrained", "OAHU", "OAHU, η .01 τ 1.9")
@@ -191,6 +202,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "anml.md": {"anml-losses": anml_losses, "anml-table-2": anml_table_2},
     "daml.md": {"daml-real": daml_real},
     "indexes.md": {"identify-rates": identify_rates, "identify-broken": identify_broken},
+    "mteb.md": {"mteb-scores": mteb_scores},
     "oahu.md": {"oahu-warm": oahu_warm, "oahu-itself": oahu_itself},
     "recipes.md": recipes.BLOCKS,
 }

@@ -12,10 +12,16 @@ from retrieval.bundle.distances import bundle_distances
 from retrieval.errors import BundleError, DataError
 from retrieval.results import Bundle
 
-mteb = pytest.importorskip("mteb", reason="MTEB is not installed: pip install mteb")
+# warnings of MTEB and of what it imports
 pytestmark = pytest.mark.filterwarnings("ignore:::(?!retrieval)")
 
 COUNT = 200
+
+
+@pytest.fixture(autouse=True)
+def mteb() -> Any:
+    """The module; imported late, because it takes seconds."""
+    return pytest.importorskip("mteb", reason="MTEB is not installed: pip install mteb")
 
 
 def average_precision(matches: Any, relevant: int) -> float:
@@ -77,7 +83,7 @@ def test_mteb_ranks_by_the_distances_of_the_bundle(kind, tmp_path):
     assert measured["map_at_1000"] == pytest.approx(np.mean(precisions), abs=6e-6)
 
 
-def test_a_run_has_our_recall_and_its_bundle_as_revision(tmp_path):
+def test_a_run_has_our_recall_and_its_bundle_as_revision(mteb, tmp_path):
     from mteb_protocol import image_task, pictures_of, recipe, scores
     from retrieval_mteb import MtebEncoder
 
@@ -132,7 +138,7 @@ def test_ties_are_ordered_by_the_last_id_and_ours_by_the_first_row(tmp_path):
     assert last.mean() != first.mean()
 
 
-def test_the_task_on_cub_searches_all_classes_and_drops_the_first_hit():
+def test_the_task_on_cub_searches_all_classes_and_drops_the_first_hit(mteb):
     task = mteb.get_task("CUB200I2IRetrieval")
     statistics = task.metadata.descriptive_stats["test"]
     # the test half of 200 classes; the papers search all 5,924 pictures of the last 100
@@ -182,6 +188,14 @@ def test_a_classification_task_runs(tmp_path):
     measured = scores(MtebEncoder(make_bundle(tmp_path / "bundle")), task)
     # 16 random projections; guessing gives .1
     assert 0.6 < measured["accuracy"] < 0.95
+
+
+def test_mteb_refuses_a_task_on_texts(mteb, tmp_path):
+    from retrieval_mteb import MtebEncoder
+
+    encoder = MtebEncoder(make_bundle(tmp_path / "bundle"))
+    with pytest.raises(ValueError, match=r"retrieval/digits supports \['image'\]"):
+        mteb.evaluate(encoder, mteb.get_task("Flickr30kI2TRetrieval"), cache=None)
 
 
 def test_bundles_that_mteb_cannot_use_are_refused(tmp_path):
