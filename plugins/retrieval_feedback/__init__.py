@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retrieval.host.hookspecs import Factories, hookimpl
+from retrieval.host.hookspecs import Commands, Factories, hookimpl
 
 
 @hookimpl
@@ -12,3 +12,9 @@ def retrieval_learners() -> Factories:
         "diagonal": "retrieval_feedback.learners:Diagonal",
         "low_rank": "retrieval_feedback.learners:LowRank",
     }
+
+
+@hookimpl
+def retrieval_commands(app: Commands) -> None:
+    """`retrieval feedback`."""
+    app.add_location("feedback", "retrieval_feedback.commands_feedback:feedback")

@@ -395,11 +395,11 @@ def test_what_is_acknowledged_survives_sigkill(path):
     rng = np.random.default_rng(0)
     acknowledged: set[str] = set()
     for turn in range(12):
-        process = writer(path, f"turn{turn}", 100_000)
-        first = process.stdout.readline().strip()
-        time.sleep(rng.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        rest = process.communicate(timeout=60)[0]
+        with writer(path, f"turn{turn}", 100_000) as process:
+            first = process.stdout.readline().strip()
+            time.sleep(rng.uniform(0, 0.3))
+            process.send_signal(signal.SIGKILL)
+            rest = process.stdout.read()
         whole = rest[: rest.rfind("\n") + 1].split()
         acknowledged |= {first, *whole}
     with FeedbackRecord.open(path) as record:
