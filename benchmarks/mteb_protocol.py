@@ -1,7 +1,7 @@
 """MTEB's number for image retrieval beside that of the papers' protocol, for the same encoders.
 
     pip install 'embedding-retrieval[mteb]'
-    OMP_NUM_THREADS=1 python benchmarks/mteb_protocol.py    # about ten minutes of CPU time
+    OMP_NUM_THREADS=1 python benchmarks/mteb_protocol.py
 
 The pictures are scikit-learn's 1,797 digits and 12,000 of Fashion-MNIST, 1,200 of each class. A net
 trains on all pictures of the classes 0 to 4. MTEB runs on tasks that are built in memory from the
