@@ -16,5 +16,6 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_commands(app: Commands) -> None:
-    """`retrieval feedback`."""
+    """`retrieval feedback` and `retrieval learn`."""
     app.add_location("feedback", "retrieval_feedback.commands_feedback:feedback")
+    app.add_location("learn", "retrieval_feedback.commands_learn:learn")

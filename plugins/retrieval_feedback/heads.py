@@ -1,0 +1,137 @@
+"""Learned heads: the competition of learners, and the export of the best one as an ONNX graph."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from retrieval.base.arrays import Floats32
+from retrieval.errors import BundleError, DataError
+from retrieval.host.plugins import create
+from retrieval.plugin import MetricLearner
+
+LEARNERS = ("feedback.low_rank", "feedback.diagonal", "oahu.warm", "oahu.oahu")
+"""Learners that compete unless others are named."""
+WINDOWS = (1.0, 1 / 3)
+"""Shares of the triplets, the latest, that each learner may learn from: tastes change."""
+_CHUNK = 50_000
+_VERIFIED = 512
+"""Vectors on which a graph is compared with torch."""
+Map = Callable[[Floats32], Floats32]
+"""A function from base vectors (N, P) to vectors (N, P')."""
+
+
+class Candidate(NamedTuple):
+    """A learner, what it learned from, and how it does on voters whom it did not learn from.
+
+    Attributes:
+        learner: its name.
+        window: share of the triplets, the latest, that it learned from.
+        gain: share of a voter's triplets that it orders rightly, less that of the incumbent; the
+            mean over voters.
+        error: standard error of `gain`.
+    """
+
+    learner: str
+    window: float
+    gain: float
+    error: float
+
+    @property
+    def promises(self) -> bool:
+        """Whether it may be better than the incumbent, so that a trial is worth while."""
+        return self.gain > self.error
+
+
+def compete(
+    triplets: Floats32, voters: Sequence[str], incumbent: Map, learners: Sequence[str]
+) -> list[Candidate]:
+    """Return the candidates, the best first: that with the largest gain less its error.
+
+    Each half of the voters judges what was learned from the other half, by the later half of their
+    triplets.
+
+    Args:
+        triplets: (T, 3, P) base vectors, the latest first.
+        voters: voter of each triplet.
+        incumbent: the map that is served.
+        learners: names of learners.
+    """
+    fold = np.array([_fold(voter) for voter in voters])
+    later = np.arange(len(triplets)) < len(triplets) / 2
+    rows: dict[str, list[int]] = {}
+    for row in np.flatnonzero(later).tolist():
+        rows.setdefault(voters[row], []).append(row)
+    before = _rightly(incumbent, triplets)
+    candidates = []
+    for name in learners:
+        for window in WINDOWS:
+            gains = -before
+            for side in (0, 1):
+                taught = triplets[fold != side]
+                learner = learned(name, taught[: round(window * len(taught))])
+                gains[fold == side] += _rightly(learner.transform, triplets[fold == side])
+            by_voter = [float(gains[of_voter].mean()) for of_voter in rows.values()]
+            error = float(np.std(by_voter) / max(len(by_voter) - 1, 1) ** 0.5)
+            candidates.append(Candidate(name, window, float(np.mean(by_voter)), error))
+    return sorted(candidates, key=lambda candidate: candidate.error - candidate.gain)
+
+
+def learned(name: str, triplets: Floats32) -> Any:
+    """Return a learner that has learned triplets (T, 3, P), given with the latest first.
+
+    Raises:
+        DataError: it is no learner of triplets.
+    """
+    learner = create("learner", name)
+    if not hasattr(learner, "partial_fit"):
+        raise DataError(f"The learner {name} has no partial_fit, so it cannot learn from triplets.")
+    in_order = triplets[::-1]
+    for start in range(0, len(in_order), _CHUNK):
+        learner.partial_fit(in_order[start : start + _CHUNK])
+    return learner
+
+
+def head_of(learner: Any, vectors: Floats32) -> bytes:
+    """Return a fitted learner as an ONNX graph from "input" (N, P) to "vector" (N, P').
+
+    The graph agrees with torch on the vectors (N, P), and is the same for the same learner.
+
+    Raises:
+        BundleError: torch cannot export it, or the learner compares embeddings in another way than
+            by their Euclidean distance.
+    """
+    from retrieval.export.verify import encoder_graph, torch_outputs
+    from retrieval.model.graph import TOLERANCE, Encoder, ready
+    from retrieval.model.model import Model
+
+    head, combiner = learner.to_model_parts()
+    # A metric learner's distance is that of its embeddings, unless it says otherwise.
+    own = getattr(type(learner), "pair_distance", None) is MetricLearner.pair_distance
+    if combiner is not None and not own:
+        raise BundleError(
+            f"{type(learner).__name__} compares embeddings in another way than by their Euclidean"
+            " distance. Name other learners."
+        )
+    backbone = create("backbone", "core.features", features=vectors.shape[1])
+    model = Model(backbone, head)
+    items = vectors[:_VERIFIED]
+    with ready(model):
+        encoder = Encoder(model).eval()
+        outputs = torch_outputs(encoder, items)
+        return encoder_graph(encoder, items, outputs, TOLERANCE, "head")[0]
+
+
+def _rightly(function: Map, triplets: Floats32) -> Floats32:
+    """Return 1 for each triplet (T, 3, P) whose positive is nearer than its negative, or 0."""
+    rows = np.asarray(function(triplets.reshape(-1, triplets.shape[2])), np.float64)
+    anchors, positives, negatives = np.moveaxis(rows.reshape(len(triplets), 3, -1), 1, 0)
+    nearer = ((anchors - negatives) ** 2).sum(1) - ((anchors - positives) ** 2).sum(1)
+    right: Floats32 = (nearer > 0).astype(np.float32)
+    return right
+
+
+def _fold(voter: str) -> int:
+    return hashlib.sha256(voter.encode()).digest()[0] % 2

@@ -1,0 +1,345 @@
+"""The worker: learns a head from feedback, puts it on trial, and serves it once it is proven.
+
+Everything that it decides follows from the record of feedback and from the index, so a worker that
+is killed at any moment goes on where it was: a switch first moves the index, which may be repeated,
+and then closes the trial.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from retrieval.base.arrays import Floats32
+from retrieval.bundle.bundle import Bundle
+from retrieval.feedback.interleaving import load_head
+from retrieval.feedback.record import FeedbackRecord, JudgedSearch, Trial
+from retrieval.index.adapter_bundles import make_adapter_bundle, write_base
+from retrieval.index.index import Index
+from retrieval.store.items import BASE, VECTOR
+from threadpoolctl import threadpool_limits
+
+from retrieval_feedback.gate import Evidence, by_order, by_teams, level, weigh
+from retrieval_feedback.triplets import preferences, query_key, triplet_vectors
+
+LEAST_SEARCHES = 100
+"""New judged searches before something is learned."""
+LEAST_VOTERS = 8
+"""Voters before something is learned: half of them teach, and the others judge."""
+LEAST_TRIPLETS = 100
+_IDS = 1000
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one call of the worker did.
+
+    Attributes:
+        action: "waits", "learned nothing", "on trial", "went back", or the verdict of a trial:
+            "switched", "refused", "rolled back", "kept" or "withdrawn".
+        sentence: the same for people.
+        facts: evidence and other numbers.
+    """
+
+    action: str
+    sentence: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Worker:
+    """Learns from the feedback of one index; see `step`.
+
+    Args:
+        index: the index, which is migrated.
+        record: its feedback.
+        learners: names of the learners that compete.
+        explore: whether servers may interleave a challenger's hits with those of the incumbent.
+            Without it, challengers are judged by how they order the hits that were shown.
+    """
+
+    def __init__(
+        self, index: Index, record: FeedbackRecord, learners: Sequence[str], *, explore: bool = True
+    ) -> None:
+        self.index = index
+        self.record = record
+        self.learners = tuple(learners)
+        self.explore = explore
+        self._tried = 0
+
+    def step(self) -> Step:
+        """Do the next thing: judge the open trial, or learn from new feedback and open one.
+
+        One process at a time may call it, within `FeedbackRecord.worker_lock`.
+
+        Raises:
+            RetrievalError: the index or the record cannot be used, or a learner is unknown.
+        """
+        served = self.index.follow()
+        trial = self.record.open_trial()
+        if trial is not None:
+            return self._judge(trial, served)
+        trials = self.record.trials(base_of(served))
+        challenges = [trial for trial in trials if trial.kind == "challenge"]
+        source = next((t for t in reversed(challenges) if _serves(served, t)), None)
+        if source is not None and source.tainted:
+            self._serve(served, None)
+            sentence = "Feedback behind the served metric was forgotten. The model serves alone."
+            return Step("went back", sentence)
+        if source is not None and source == trials[-1] and source.verdict == "switched":
+            number = 1 + sum(trial.kind == "probation" for trial in trials)
+            if self._probation(source, served, number):
+                return Step("on trial", "The metric that is served is on trial: its predecessor.")
+        return self._learn(served, challenges)
+
+    # A trial
+
+    def _judge(self, trial: Trial, served: Bundle) -> Step:
+        """Weigh the evidence of an open trial, and act on a verdict."""
+        if trial.tainted:
+            return self._close(trial, "withdrawn", "feedback that it learned from was forgotten")
+        evidence = self._weighed(trial)
+        is_moved = trial.incumbent != served.sha256
+        # After a switch, the worker may have been killed before it closed the trial.
+        if is_moved and not (_serves(served, trial) and evidence.verdict == "better"):
+            return self._close(trial, "withdrawn", "another model is served by now")
+        if evidence.verdict == "better":
+            if not is_moved:
+                self._serve(served, trial.head)
+            verdict = "switched" if trial.kind == "challenge" else "rolled back"
+            return self._close(trial, verdict, "it is better beyond doubt", evidence)
+        if evidence.verdict == "refused":
+            verdict = "refused" if trial.kind == "challenge" else "kept"
+            return self._close(trial, verdict, "it is no better", evidence)
+        facts = {**trial.evidence, **evidence.as_dict()}
+        if facts != trial.evidence:
+            self.record.note_evidence(trial.n, facts)
+        return Step("on trial", f"{_title(trial)} is on trial: {_in_words(evidence)}.", facts)
+
+    def _close(
+        self, trial: Trial, verdict: str, reason: str, evidence: Evidence | None = None
+    ) -> Step:
+        facts = dict(trial.evidence)
+        sentence = f"{_title(trial)}: {verdict}, because {reason}"
+        if evidence is not None:
+            facts |= evidence.as_dict()
+            sentence += f" ({_in_words(evidence)})"
+        self.record.close_trial(trial.n, verdict, facts)
+        return Step(verdict, f"{sentence}.", facts)
+
+    def _weighed(self, trial: Trial) -> Evidence:
+        """Return the evidence of voters and queries that did not teach the served or tried head."""
+        searches = self.record.judged(trial.base)
+        taught = {
+            query_key(searched)
+            for searched in searches
+            if searched.n <= trial.cutoff and trial.voters & searched.marks.keys()
+        }
+        usable = [
+            searched
+            for searched in searches
+            if searched.n > trial.cutoff
+            and searched.search.served == trial.incumbent
+            and query_key(searched) not in taught
+        ]
+        if trial.explore:
+            outcomes = [
+                (voter, by_teams(searched.search.hits, searched.search.teams, marks))
+                for searched in usable
+                if searched.search.teams and searched.search.challenger == trial.challenger
+                for voter, marks in sorted(searched.marks.items())
+                if voter not in trial.voters
+            ]
+        else:
+            outcomes = list(self._orders(trial, usable))
+        return weigh(outcomes, trial.alpha)
+
+    def _orders(
+        self, trial: Trial, searches: Sequence[JudgedSearch]
+    ) -> Iterator[tuple[str, float]]:
+        """Yield voters and outcomes by the order of hits that were shown."""
+        plain = [searched for searched in searches if not searched.search.teams]
+        vectors = self._vectors(plain)
+        head = load_head(trial.head)
+        for searched in plain:
+            query = searched.search.query
+            if query is None:
+                query = vectors.get(searched.search.item or "")
+            ids = [hit for hit in searched.search.hits if hit in vectors]
+            if query is None or not ids:
+                continue
+            rows = head(np.stack([query, *(vectors[id] for id in ids)])).astype(np.float64)
+            distances = np.linalg.norm(rows[1:] - rows[0], axis=1).tolist()
+            challenger = dict(zip(ids, distances, strict=True))
+            for voter, marks in sorted(searched.marks.items()):
+                if voter not in trial.voters:
+                    yield voter, by_order(searched.search.hits, challenger, marks)
+
+    def _serve(self, served: Bundle, head: bytes | None) -> None:
+        """Move the index to a head over the base of what is served, or to the base itself."""
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "bundle"
+            if head is None:
+                write_base(served, folder)
+            else:
+                make_adapter_bundle(served, head, folder)
+            self.index.migrate(folder)
+
+    def _probation(self, source: Trial, served: Bundle, number: int) -> bool:
+        """Try the metric that was served before `source` against its successor, if it is kept."""
+        store = self.index.store
+        kept = [g for g in store.generations() if g.bundle == source.incumbent]
+        if not kept:
+            return False
+        head = head_bytes(Bundle.open(store.bundle(kept[-1])))
+        self.record.begin_trial(
+            Trial(
+                kind="probation",
+                base=source.base,
+                challenger=_name_of(head, source.base),
+                head=head,
+                incumbent=served.sha256,
+                learner="predecessor",
+                alpha=level(number),
+                cutoff=max((s.n for s in self.record.judged(source.base)), default=0),
+                explore=self.explore,
+                voters=source.voters,
+            )
+        )
+        return True
+
+    # Learning
+
+    def _learn(self, served: Bundle, challenges: Sequence[Trial]) -> Step:
+        """Learn from half of the voters, and put the best candidate on trial."""
+        from retrieval_feedback.heads import compete, head_of, learned
+
+        base = base_of(served)
+        searches = self.record.judged(base)
+        # As if tainted trials had never been: what a forgotten voter taught leaves no trace.
+        earlier = [trial for trial in challenges if not trial.tainted]
+        cutoff = max((trial.cutoff for trial in earlier), default=0)
+        last = searches[-1].n if searches else 0
+        fresh = sum(searched.n > max(cutoff, self._tried) for searched in searches)
+        voters = {voter for searched in searches for voter in searched.marks}
+        facts: dict[str, Any] = {"searches": len(searches), "new": fresh, "voters": len(voters)}
+        if fresh < LEAST_SEARCHES:
+            missing = LEAST_SEARCHES - fresh
+            return Step("waits", f"Waiting for {missing} more judged searches.", facts)
+        if len(voters) < LEAST_VOTERS:
+            return Step(
+                "waits",
+                f"Feedback of {len(voters)} voters, keys or users, cannot prove anything: half"
+                f" would teach and the others judge. At least {LEAST_VOTERS} are needed.",
+                facts,
+            )
+        teachers = {voter for voter in voters if _teaches(voter, len(earlier) + 1)}
+        taught = [
+            replace(searched, marks={v: searched.marks[v] for v in searched.marks if v in teachers})
+            for searched in searches
+        ]
+        vectors = self._vectors(taught)
+        triplets, by = triplet_vectors(preferences(taught), vectors)
+        facts |= {"teachers": len(teachers), "triplets": len(triplets)}
+        if len(triplets) < LEAST_TRIPLETS:
+            return self._nothing(last, facts)
+        with threadpool_limits(1):
+            candidates = compete(triplets, by, load_head(head_bytes(served)), self.learners)
+            facts["candidates"] = [candidate._asdict() for candidate in candidates]
+            if not candidates or not candidates[0].promises:
+                return self._nothing(last, facts)
+            best = candidates[0]
+            learner = learned(best.learner, triplets[: round(best.window * len(triplets))])
+            head = head_of(learner, triplets[:, 0])
+        challenger = _name_of(head, base)
+        if _name_of(head_bytes(served), base) == challenger:
+            return self._nothing(last, facts)
+        trial = self.record.begin_trial(
+            Trial(
+                kind="challenge",
+                base=base,
+                challenger=challenger,
+                head=head,
+                incumbent=served.sha256,
+                learner=best.learner,
+                alpha=level(len(challenges) + 1),
+                cutoff=last,
+                explore=self.explore,
+                voters=frozenset(teachers),
+                evidence=facts,
+            )
+        )
+        sentence = (
+            f"{_title(trial)} is on trial: it learned {len(triplets):,} preferences of"
+            f" {len(teachers)} voters, and orders {best.gain:+.1%} more of others' rightly."
+        )
+        return Step("on trial", sentence, facts)
+
+    def _nothing(self, last: int, facts: Mapping[str, Any]) -> Step:
+        # The same feedback would teach the same once more.
+        self._tried = last
+        sentence = "Nothing was learned that promises to be better than what is served."
+        return Step("learned nothing", sentence, facts)
+
+    def _vectors(self, searches: Sequence[JudgedSearch]) -> dict[str, Floats32]:
+        """Return the base vectors of queries and hits by id."""
+        name = VECTOR if self.index.bundle.manifest.adapter is None else BASE
+        ids = {hit for searched in searches for hit in searched.search.hits if hit}
+        ids |= {searched.search.item for searched in searches if searched.search.item}
+        vectors = {}
+        ordered = sorted(ids)
+        for start in range(0, len(ordered), _IDS):
+            batch = ordered[start : start + _IDS]
+            for id, item in self.index.get(batch, arrays=True).items():
+                if name in item.arrays:
+                    vectors[id] = np.asarray(item.arrays[name], np.float32)
+        return vectors
+
+
+def base_of(bundle: Bundle) -> str:
+    """Return the SHA-256 of the bundle over whose vectors feedback is learned."""
+    if bundle.manifest.adapter is None:
+        return bundle.sha256
+    return bundle.manifest.adapter.base
+
+
+def head_bytes(bundle: Bundle) -> bytes | None:
+    """Return the graph of a bundle's adapter, or None without one."""
+    if bundle.manifest.adapter is None:
+        return None
+    return (bundle.path / bundle.manifest.adapter.file).read_bytes()
+
+
+def _name_of(head: bytes | None, base: str) -> str:
+    """Return what `Trial.challenger` says of a head."""
+    if head is None:
+        return base
+    return hashlib.sha256(head).hexdigest()
+
+
+def _serves(bundle: Bundle, trial: Trial) -> bool:
+    return base_of(bundle) == trial.base and (
+        _name_of(head_bytes(bundle), trial.base) == trial.challenger
+    )
+
+
+def _teaches(voter: str, number: int) -> bool:
+    """Return whether a voter is in the half that teaches the challenger of a trial."""
+    return hashlib.sha256(f"{number} {voter}".encode()).digest()[0] % 2 == 0
+
+
+def _title(trial: Trial) -> str:
+    if trial.kind == "challenge":
+        return f"Trial {trial.n}, of {trial.learner}"
+    return f"Trial {trial.n}, of the metric that was served before"
+
+
+def _in_words(evidence: Evidence) -> str:
+    return (
+        f"{evidence.wins:,} searches won and {evidence.losses:,} lost, by {evidence.voters:,}"
+        f" voters; the evidence is {evidence.wealth:.3g}, and {evidence.needed:,.0f} decides"
+    )
