@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     from retrieval.base.files import cache_folder as cache_folder, write_bytes as write_bytes
     from retrieval.base.lazy import lazy as lazy, lazy_names as lazy_names
     from retrieval.base.photo_files import address_of as address_of, path_in as path_in
+    from retrieval.base.progress import Meter as Meter
     from retrieval.base.strict_json import strict_loads as strict_loads
     from retrieval.data.datasets import Box as Box, usable_dataset as usable_dataset
     from retrieval.data.foreign_datasets import as_dataset as as_dataset
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
     )
     from retrieval.errors import refuse as refuse, some as some
     from retrieval.host.factory import check_parameters as check_parameters
+    from retrieval.images.preprocessing import to_mode as to_mode, to_png as to_png
     from retrieval.model.contracts import PooledHits as PooledHits
     from retrieval.model.labels import read_labels as read_labels
     from retrieval.model.loss import (

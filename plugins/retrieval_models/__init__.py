@@ -1,4 +1,4 @@
-"""Image models of other libraries: their towers as backbones."""
+"""Models of others: towers of other libraries as backbones, and encoders by their address."""
 
 from __future__ import annotations
 
@@ -12,4 +12,15 @@ def retrieval_backbones() -> Factories:
         "open_clip": "retrieval_models.towers:open_clip_model",
         "sentence_transformers": "retrieval_models.towers:sentence_transformers_model",
         "transformers": "retrieval_models.towers:transformers_model",
+    }
+
+
+@hookimpl
+def retrieval_encoders() -> Factories:
+    """HTTP endpoints, vectors in files, and models of MTEB."""
+    return {
+        "http": "retrieval_models.endpoint:Endpoint",
+        "https": "retrieval_models.endpoint:Endpoint",
+        "mteb": "retrieval_models.mteb_models:MtebModel",
+        "vectors": "retrieval_models.vectors:Vectors",
     }

@@ -38,6 +38,15 @@ shared_options = options(
         " it has pretrained weights, else core.efficientnet_lite0 if its extra is installed.",
     ),
     click.option(
+        "--model",
+        "models",
+        multiple=True,
+        metavar="ADDRESS",
+        help="Also compare the recipes with another model as it comes, such as"
+        " core.timm:resnet50.a1_in1k, vectors:FILE or https://HOST/v1/embeddings?model=NAME;"
+        " repeatable.",
+    ),
+    click.option(
         "--latex",
         metavar="METRICS",
         default="",

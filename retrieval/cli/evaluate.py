@@ -11,7 +11,7 @@ from retrieval.cli import say, say_json
 from retrieval.cli.common import JSON, PATH, Choice, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION
 
-SEARCH = {"metrics", "clusters", "bundle", "on", "rankings"}
+SEARCH = {"metrics", "clusters", "models", "bundle", "on", "rankings"}
 """Options of the protocol "retrieval" only."""
 PAIRS = {"pairs", "draw", "seed"}
 """Options of the protocol "verification" only."""
@@ -58,6 +58,14 @@ PAIRS = {"pairs", "draw", "seed"}
     "--baseline",
     is_flag=True,
     help="Also evaluate the raw inputs (pixels, or vectors), which need no training.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Also evaluate another model, and its difference from the run's; repeatable. ADDRESS is"
+    " such as core.timm:resnet50.a1_in1k, vectors:FILE or https://HOST/v1/embeddings?model=NAME.",
 )
 @click.option("--bundle", type=PATH, help="Also evaluate this bundle, and search as a server does.")
 @click.option(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial, wraps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from retrieval.store.contract import Item, Stats
 
 _PLUGINS = "retrieval.plugins"
+VECTORS_LEAVE_OUT = {"skip_bad", "keep", "keep_features", "variant", "max_pixels", "max_bytes"}
+"""Options of `create` that concern images and encoders, not vectors."""
 _LOW_RECALL = 0.9  # recall@10 below which a note suggests other parameters
 _REVIEWED_BYTES = 100_000_000
 
@@ -177,8 +180,10 @@ def count_texts(counts: Mapping[str, int]) -> list[str]:
 )
 @click.option(
     "--model",
-    metavar="NAME",
-    help="Instead of a bundle: a pretrained backbone, such as core.efficientnet_lite0.",
+    metavar="ADDRESS",
+    help="Instead of a bundle: a pretrained backbone, such as core.efficientnet_lite0 or"
+    " core.timm:resnet50.a1_in1k, which is exported; or any other model, whose vectors are"
+    " indexed.",
 )
 @click.option(
     "--backend", default="auto", help="auto (by size), flat, hnsw, ivf, ivfpq, or PLUGIN.NAME."
@@ -225,21 +230,31 @@ def create_command(
     """
     if (bundle is None) == (model is None):
         raise click.UsageError(
-            "Name what embeds the images: either --bundle BUNDLE or --model NAME."
+            "Name what embeds the images: either --bundle BUNDLE or --model ADDRESS."
         )
     if model is not None and not images:
         raise click.UsageError("Name IMAGES too: --model needs photos to verify its bundle.")
+    # A backbone's name has a point; all other addresses give vectors.
+    if model is not None and "." not in model.partition(":")[0]:
+        refuse_options(f"with {model}, whose vectors are indexed", VECTORS_LEAVE_OUT)
     of_backbone = [text for text in parameters if text.startswith("backbone.")]
     if bundle is not None and of_backbone:
         raise click.UsageError(f"Leave --set {of_backbone[0]} out: it needs --model, not --bundle.")
     backend_options = _options([text for text in parameters if text not in of_backbone])
-    folder = bundle or _exported(str(model), of_backbone, images, extra)
     from retrieval.index.index import create_index
 
     try:
-        summary = create_index(
-            path, folder, images, options=backend_options, plugins=extra, **settings
-        )
+        with TemporaryDirectory() as scratch:
+            folder = bundle
+            if model is not None:
+                from retrieval.export.export_vectors import prepared
+
+                values = backbone_parameters(of_backbone)
+                folder, images = prepared(model, values, images, extra, Path(scratch))
+            assert folder is not None
+            summary = create_index(
+                path, folder, images, options=backend_options, plugins=extra, **settings
+            )
     except KeyboardInterrupt:
         # an address holds the index at once, a folder gets its name when the index is complete
         if not isinstance(path, Path):
@@ -249,18 +264,6 @@ def create_command(
         raise
     _tell_created(path, summary, settings["backend"].removeprefix("core."), as_json)
     return summary.count
-
-
-def _exported(
-    model: str, parameters: Sequence[str], images: tuple[Path, ...], plugins: tuple[str, ...]
-) -> Path:
-    """Return the bundle of a pretrained model with parameters, which is in the cache."""
-    from retrieval.export.export_backbone import BackboneEncoder
-    from retrieval.index.sources import is_table
-
-    # the export verifies on image files and cannot read tables
-    photos = [image for image in images if not is_table(image.name)]
-    return BackboneEncoder(model, backbone_parameters(parameters), plugins).kept(photos)
 
 
 def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: bool) -> None:

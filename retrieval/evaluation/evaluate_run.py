@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,11 @@ from retrieval.evaluation.evaluation import (
     resolve_metrics,
     visible_grades,
 )
+from retrieval.evaluation.intervals import difference_over_classes
 from retrieval.evaluation.neighbors import Exclusion, NeighborSearch, exact_neighbors
 from retrieval.recipe.read import check_recipe, naming, read_table
 from retrieval.run.build import build_dataset, check_columns
+from retrieval.run.encoders import encoder_at
 from retrieval.run.open import ItemCodes, Run
 
 if TYPE_CHECKING:
@@ -93,6 +96,8 @@ class RunEvaluation(ByContestant):
             metric over random galleries.
         groups: with `[evaluate] by`, by contestant and group, the mean of each metric and the
             number of queries.
+        differences: by address of another model, for each metric the trained model's mean minus
+            this model's, and half the width of its 95 % interval over classes.
     """
 
     run: str
@@ -104,6 +109,7 @@ class RunEvaluation(ByContestant):
     candidates: CandidateStep | None = None
     spread: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    differences: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, float]:
@@ -113,7 +119,7 @@ class RunEvaluation(ByContestant):
     def as_dict(self) -> dict[str, Any]:
         """Return the content of `evaluation-SIDE.json`, which omits keys without content."""
         table = asdict(self)
-        for name in ("candidates", "spread", "groups"):
+        for name in ("candidates", "spread", "groups", "differences"):
             if not table[name]:
                 del table[name]
         return table
@@ -126,6 +132,11 @@ class RunEvaluation(ByContestant):
         for contestant, spread in self.spread.items():
             text = ", ".join(f"{name} {value:.4f}" for name, value in spread.items())
             lines.append(f"{contestant}, standard deviation over random galleries: {text}")
+        for address, metrics in self.differences.items():
+            lines.append(f"trained minus {address}, ± 95 % over classes:")
+            lines += [
+                f"  {name} {mean:+.4f} ± {half:.4f}" for name, (mean, half) in metrics.items()
+            ]
         if self.candidates is not None:
             shares = self.candidates.overlap_at_10.items()
             text = ", ".join(f"{share:.3f} with {count}" for count, share in shares)
@@ -141,6 +152,7 @@ def evaluate(
     metrics: Metrics = (),
     clusters: bool = False,
     baseline: bool = False,
+    models: Sequence[str] = (),
     bundle: StrPath | None = None,
     on: StrPath | None = None,
     rankings: StrPath | None = None,
@@ -157,6 +169,8 @@ def evaluate(
         metrics: one or more metrics, as for `retrieval.evaluate`; by default the recipe's.
         clusters: also return NMI and F1 of k-means clusters.
         baseline: also evaluate the raw inputs, scaled to unit length, by Euclidean distance.
+        models: addresses of other models to evaluate on the same queries, such as
+            "core.timm:resnet50.a1_in1k".
         bundle: also evaluate a bundle, as a server searches it.
         on: a TOML file whose `[data]` and `[evaluate]` replace the recipe's, see `with_data`. The
             metrics are written into `evaluation-on-NAME.json`.
@@ -182,6 +196,7 @@ def evaluate(
     protocol = Protocol(run, query, gallery)
     if bundle is not None:
         protocol.refuse_bundle()
+    encoders = {address: encoder_at(run.plugins, address) for address in models}
     device = device_of(run)
     model = run.model.to(device)
     combiner = model.combiner
@@ -206,6 +221,8 @@ def evaluate(
     if baseline:
         raw = encoded_sides(lambda items: pixels(run.dataset, items, model))
         contestants[raw_name(run)] = measure(raw)
+    for address, encoder in encoders.items():
+        contestants[address] = measure(encoded_sides(partial(encoder, run.dataset)))
     values = {name: contestant.values for name, contestant in contestants.items()}
     candidates = None
     if bundle is not None:
@@ -222,9 +239,34 @@ def evaluate(
         candidates=candidates,
         spread={name: row.spread for name, row in contestants.items() if row.spread},
         groups={name: row.groups for name, row in contestants.items() if row.groups},
+        differences={
+            address: _differences(trained, contestants[address], run.splits.labels[query])
+            for address in encoders
+            if not trained.spread
+        },
     )
     write_json(run.path / f"evaluation-{split}.json", results.as_dict(), DataError)
     return results
+
+
+def _differences(
+    trained: Evaluation, other: Evaluation, query_class: Ints
+) -> dict[str, tuple[float, float]]:
+    """Return each metric's mean difference over the queries, and half of its interval's width.
+
+    Metrics of all queries together have no value for each query, so they are left out.
+    """
+    differences = {}
+    for name, values in trained.per_query.items():
+        answerable = np.flatnonzero(~np.isnan(values))
+        classes, number = np.unique(query_class[answerable], return_inverse=True)
+        if len(classes) < 2:
+            continue  # the interval would be infinite
+        sums = np.bincount(number, values[answerable]).tolist()
+        reference = np.bincount(number, other.per_query[name][answerable]).tolist()
+        mean = difference_over_classes(sums, reference, np.bincount(number).tolist())
+        differences[name] = (mean.value, mean.half)
+    return differences
 
 
 def with_data(run: Run, on: StrPath, side: str) -> Run:

@@ -27,7 +27,7 @@ from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.bundle.manifest import FILE as MANIFEST
 from retrieval.data.encode import encode_images, evaluating
 from retrieval.data.stored_inputs import ITEMS
-from retrieval.errors import BundleError, DataError, RecipeError
+from retrieval.errors import BundleError, DataError
 from retrieval.export.export_model import (
     ExportOptions,
     export_model,
@@ -35,15 +35,12 @@ from retrieval.export.export_model import (
     refuse_existing,
 )
 from retrieval.host.factory import calling
-from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.plugins import load_plugins
 from retrieval.images.decoding import decode
 from retrieval.images.image_files import find_images
 from retrieval.images.preprocessing import Preprocessing, from_array
-from retrieval.model.checked_parts import check_backbone
-from retrieval.model.contracts import Backbone
 from retrieval.model.model import Model, Normalise, check_width, linear_head
-from retrieval.recipe.read import naming
-from retrieval.run.build import differing_tensors
+from retrieval.run.encoders import named_backbone
 
 log = logging.getLogger(__name__)
 
@@ -391,45 +388,3 @@ def _items(model: Model, photos: Photos | None, calibrated: bool) -> tuple[Pixel
             "The int8 variant needs at least 2 photos: one to calibrate it, one to measure it."
         )
     return pixels[::2], pixels[1::2]
-
-
-def named_backbone(
-    plugins: Plugins, name: str, parameters: Mapping[str, Any], random_weights: bool
-) -> Backbone:
-    """Return an image backbone by name; refuse random weights unless `random_weights` is true.
-
-    The backbone is built with two seeds; weights that differ are random. This check misses the
-    random weights of a factory that seeds torch itself.
-
-    Raises:
-        PluginError: the backbone does not exist, or breaks its contract.
-        RecipeError: the parameters do not fit the backbone.
-        BundleError: the backbone takes vectors, or its weights are random.
-    """
-    factory = plugins.find("backbones", name)
-    takes_vectors = f"{name} takes vectors, not images, so it cannot encode photos."
-    if factory.takes("features"):
-        raise BundleError(takes_vectors)
-    if "name" in parameters:
-        raise RecipeError(["[backbone] name: the backbone is already named. Leave it out."], name)
-    table = {**parameters, "name": name}
-    if problems := plugins.check("backbones", table, "[backbone]"):
-        raise RecipeError(problems, name)
-
-    def build(seed: int) -> Backbone:
-        with naming(name), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return check_backbone(plugins.build("backbones", table), name)
-
-    backbone = build(0)
-    if backbone.preprocessing is None:
-        raise BundleError(takes_vectors)
-    if not random_weights and (drawn := differing_tensors(backbone, build(1))):
-        raise BundleError(
-            f"The weights of {name} are random: {len(drawn)} of its {len(backbone.state_dict())}"
-            f" tensors differ from one build to the next, such as '{drawn[0]}'. Load pretrained"
-            f" weights by a parameter (`retrieval plugins show {name}` lists them), train it"
-            " (retrieval train), or allow random weights with --random-weights (in Python"
-            " random_weights=True)."
-        )
-    return backbone

@@ -9,7 +9,7 @@ from retrieval.host.factory import BUILT_IN, COMPONENTS, KINDS, SHORT, Factory
 from retrieval.host.plugins import Plugins
 from retrieval.host.values import toml_value
 
-COMMAND_KINDS = ("indexes", "stores", "clusters")
+COMMAND_KINDS = ("indexes", "stores", "clusters", "encoders")
 """Kinds of parts that a command names, not a recipe."""
 
 
@@ -90,6 +90,7 @@ def snippet(factory: Factory) -> str:
         "indexes": f"retrieval index create INDEX IMAGES --bundle BUNDLE --backend {name}{options}",
         "stores": f"retrieval index create {name}://PLACE{query} IMAGES --bundle BUNDLE",
         "trackers": f"retrieval train RECIPE --track {name}",
+        "encoders": f"retrieval evaluate RUN --model {name.partition('.')[2]}:…",
         "clusters": f"retrieval compare RECIPE RECIPE --{plugin} ADDRESS",
         "distances": f"{loss}distance = {part}",
         "reducers": f"{loss}reducer = {part}",

@@ -61,6 +61,7 @@ KINDS = {
     "regularizers": "regularizer",
     "trackers": "tracker",
     "clusters": "cluster",
+    "encoders": "encoder",
 }
 """Kinds of parts that plugins offer: the ending of the hook's name, and the singular."""
 
@@ -84,7 +85,7 @@ GIVEN = {
     "embedding_size": "width of the codes",
     "classes": "number of training classes",
     "distance": "the recipe's combiner, when it has one",
-    "address": "address of the index or the cluster, for a store or a cluster",
+    "address": "address of the index, the cluster or the model, for a store, cluster or encoder",
     "plugins": "files and modules that the user named as plugins, for a store",
 }
 """Values that the host passes to a factory with a parameter of that name."""

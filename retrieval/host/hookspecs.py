@@ -175,6 +175,16 @@ def retrieval_clusters() -> Factories:  # type: ignore[empty-body]
 
 
 @hookspec
+def retrieval_encoders() -> Factories:  # type: ignore[empty-body]
+    """Called when `--model` names a model that is not trained here, such as `vectors:FILE`.
+
+    A factory's name is what stands before the colon of its addresses. It takes the `address`, and
+    returns a function of a `retrieval.plugin.Dataset` and indices (N,), which returns the items'
+    vectors (N, D), to be compared by Euclidean distance.
+    """
+
+
+@hookspec
 def retrieval_report_panels(run: Any) -> Mapping[str, bytes]:  # type: ignore[empty-body]
     """Called for each run when `retrieval report` writes a report.
 

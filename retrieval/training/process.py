@@ -30,6 +30,7 @@ from retrieval.data.loading import RawInputs
 from retrieval.errors import DataError, Interrupted, RecipeError, RetrievalError
 from retrieval.evaluation.evaluate_run import Protocol
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
+from retrieval.evaluation.intervals import difference_over_classes
 from retrieval.model.checked_parts import CheckedMetric
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe
@@ -38,7 +39,6 @@ from retrieval.run.build import Objective
 from retrieval.run.checkpoint_format import python_random_kept
 from retrieval.run.open import Run
 from retrieval.run.resume import ClassSums, Position, ResumePoint, changes, standing
-from retrieval.training.comparison.statistics import difference_over_classes
 
 log = logging.getLogger(__name__)
 

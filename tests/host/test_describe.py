@@ -51,11 +51,14 @@ def pasted(factory: Factory) -> dict[str, Any]:
 def test_every_factory_is_shown_and_its_snippet_passes_the_check(kind):
     for factory in PLUGINS.factories(kind).values():
         lines, shown = snippet(factory), show_text(PLUGINS, factory.name)
-        assert factory.name in lines or kind == "clusters"  # which the option of its plugin names
+        assert factory.name in lines or kind in ("clusters", "encoders")
         if kind in ("indexes", "stores"):
             assert lines.startswith("retrieval index ")
         elif kind == "clusters":
             assert lines == "retrieval compare RECIPE RECIPE --ray ADDRESS"
+        elif kind == "encoders":
+            scheme = factory.name.partition(".")[2]
+            assert lines == f"retrieval evaluate RUN --model {scheme}:…"
         elif kind == "trackers":
             assert lines == f"retrieval train RECIPE --track {factory.name}"
         else:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.errors import DataError
+from retrieval.evaluation.intervals import difference_over_classes
 from retrieval.training.comparison.plan import ComparisonPlan
 from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.statistics import (
     compare_pairs,
     conclusion,
-    difference_over_classes,
     difference_sentences,
     holm,
     mean_of,

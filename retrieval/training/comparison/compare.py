@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from retrieval.base.progress import Meter, Progress, shows_progress
 from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_mean
 from retrieval.host.processes import cluster_at, exit_if_imported
 from retrieval.recipe.read import Recipe
+from retrieval.run.encoders import encoder_at
 from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import (
     ComparisonJob,
@@ -63,6 +65,7 @@ def compare(
     workers: int = 1,
     ray: str | None = None,
     pretrained: str | None = None,
+    models: Sequence[str] = (),
     allow_different: bool = False,
     overrides: Sequence[str] = (),
     plugins: Sequence[str] = (),
@@ -103,6 +106,8 @@ def compare(
         pretrained: the backbone of a baseline that measures frozen, pretrained features; "none"
             leaves this baseline out. By default, the recipes' own backbone if it has pretrained
             weights, else `INSTALLED`.
+        models: addresses of other models to measure on the same test items, such as
+            "core.timm:resnet50.a1_in1k". Each recipe is compared with them too.
         allow_different: whether to compare recipes that differ in data, backbone or budget; the
             tables then list the differences.
         overrides: changes to each recipe, such as `"train.epochs=5"`.
@@ -143,12 +148,14 @@ def compare(
     tables = plan.recipe_tables(contestants, in_process=workers == 1 and ray is None)
     planned = plan.ComparisonPlan(tables, search, folds, backbone, seeds, splits, repeats, fold_by)
     titles = baseline_names(base, backbone)
-    names = [*tables, *titles.values()]
+    names = [*tables, *titles.values(), *models]
     if against is not None and against not in names:
         raise DataError(
             f"against {against}: there is no such contestant.{did_you_mean(against, names)}"
             f" They are: {', '.join(names)}."
         )
+    for address in models:
+        encoder_at(base.loaded, address)  # a mistake is reported now, not after the search
     for tracker in track:
         full_name(contestants[0].loaded, tracker)  # a mistake is reported now, not after the search
     cluster = None
@@ -160,10 +167,10 @@ def compare(
         stack.enter_context(hold(folder, "comparing into this folder", DataError))
         plan.settle(folder, planned)
         trainings = len(contestants) * (search * folds * repeats + seeds)
-        measurements = _raw_jobs(titles, seeds) + (backbone is not None)
+        measurements = _raw_jobs(titles, seeds) + (backbone is not None) + len(models)
         meter = Meter("comparing", splits * (trainings + measurements), "runs")
         stack.enter_context(meter)
-        jobs = ContestantJobs(base, titles, folder, planned, tuple(track))
+        jobs = ContestantJobs(base, titles, folder, planned, tuple(track), tuple(models))
         worker = stack.enter_context(
             prepared_workers(workers, cluster, base.train.device, folder, meter)
         )
@@ -198,7 +205,8 @@ def _raw_jobs(titles: Mapping[str, str], seeds: int) -> int:
 class ContestantJobs:
     """Measures the rows of the table; the argument `do` of its methods runs the jobs.
 
-    The baselines use the data and the net of `base`; `titles` has their names, by kind.
+    The baselines use the data and the net of `base`; `titles` has their names, by kind. `models`
+    are addresses.
     """
 
     base: Recipe
@@ -206,6 +214,7 @@ class ContestantJobs:
     folder: Path
     plan: plan.ComparisonPlan
     track: tuple[str, ...]
+    models: tuple[str, ...] = ()
 
     def splits(self, recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
         """Return one pair per split: a prefix for names of files, and the `[split]` table."""
@@ -220,14 +229,17 @@ class ContestantJobs:
         seeds = self.plan.seeds
         backbone = self.plan.pretrained
         metrics: dict[str, list[dict[str, float]]] = {kind: [] for kind in self.titles}
+        of_models: dict[str, list[dict[str, float]]] = {address: [] for address in self.models}
 
         def job(
-            kind: Literal["untrained", "frozen"], name: str, table: dict[str, Any]
+            kind: Literal["untrained", "frozen", "model"],
+            name: str,
+            table: dict[str, Any],
+            address: str = "",
         ) -> ComparisonJob:
             folder = self.folder / "baselines" / name
-            return ComparisonJob(
-                kind, table, folder, folder.with_suffix(".json"), objects=base.objects
-            )
+            result = folder.with_name(f"{name}.json")
+            return ComparisonJob(kind, table, folder, result, objects=base.objects, address=address)
 
         for prefix, split in self.splits(base):
             table = {**plan.table_of(base), "split": split}
@@ -247,7 +259,13 @@ class ContestantJobs:
                 table = {**_frozen_table(base, backbone), "split": split}
                 (frozen,) = do([job("frozen", f"{prefix}frozen", table)])
                 metrics["frozen"] += [frozen["frozen"]] * seeds
-        return [Contestant(self.titles[kind], kind, rows) for kind, rows in metrics.items()]
+            table = {**plan.table_of(base), "split": split}
+            for address in self.models:
+                digest = hashlib.sha256(address.encode()).hexdigest()[:16]
+                (measured,) = do([job("model", f"{prefix}model-{digest}", table, address)])
+                of_models[address] += [measured["model"]] * seeds
+        baselines = [Contestant(self.titles[kind], kind, rows) for kind, rows in metrics.items()]
+        return baselines + [Contestant(name, "model", rows) for name, rows in of_models.items()]
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:
         """On each split, search for a recipe's settings, then train it with each seed."""

@@ -17,7 +17,13 @@ from retrieval.base.progress import showing
 from retrieval.data.datasets import Subset
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
-from retrieval.evaluation.evaluate_run import DividedItems, evaluate, refuse_unanswerable
+from retrieval.evaluation.evaluate_run import (
+    DividedItems,
+    Protocol,
+    evaluate,
+    refuse_unanswerable,
+)
+from retrieval.evaluation.evaluation import resolve_metrics
 from retrieval.host.importing import answering
 from retrieval.host.python_parts import WORDS, named_object
 from retrieval.model.model import Model
@@ -25,6 +31,7 @@ from retrieval.recipe.read import Recipe, check_recipe, read_table
 from retrieval.recipe.tables import Split
 from retrieval.run import checkpoint_format
 from retrieval.run.build import build_backbone, build_dataset, build_model
+from retrieval.run.encoders import encoder_at
 from retrieval.run.folder import create_folder, is_complete, is_run
 from retrieval.run.open import Run
 from retrieval.run.resume import changed_plugins
@@ -40,7 +47,8 @@ class ComparisonJob:
     Attributes:
         kind: "fold" trains on all folds but one and measures that one; "seed" trains on the
             training side and measures the test side; "untrained" measures the untrained net, and
-            with seed 0 also the raw items; "frozen" measures the backbone's features.
+            with seed 0 also the raw items; "frozen" measures the backbone's features; "model"
+            measures the model at `address`.
         table: the recipe's table.
         folder: the folder of the run, which is deleted afterwards unless the kind is "seed".
         result: the file for the metrics.
@@ -50,9 +58,10 @@ class ComparisonJob:
         track: trackers of a job of the kind "seed".
         group: the comparison's name in the trackers.
         objects: the recipe's Python objects, by table.
+        address: the address of a job of the kind "model".
     """
 
-    kind: Literal["fold", "seed", "untrained", "frozen"]
+    kind: Literal["fold", "seed", "untrained", "frozen", "model"]
     table: Mapping[str, Any]
     folder: Path
     result: Path
@@ -61,6 +70,7 @@ class ComparisonJob:
     track: tuple[str, ...] = ()
     group: str | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
+    address: str = ""
 
 
 def recipe_of(table: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
@@ -290,4 +300,25 @@ def _measured(job: ComparisonJob) -> Metrics:
     return {job.kind if name == "trained" else name: values for name, values in rows.items()}
 
 
-_KINDS = {"fold": _fold, "seed": _seed, "untrained": _measured, "frozen": _measured}
+def _model(job: ComparisonJob) -> Metrics:
+    """Measure the model at an address."""
+    recipe = recipe_of(job.table, job.objects)
+    encoder = encoder_at(recipe.loaded, job.address)
+    dataset = build_dataset(recipe)
+    splits = make_splits(dataset, recipe.split)
+    query = encoder(dataset, splits.query)
+    gallery = None
+    if splits.gallery is not None:
+        gallery = encoder(dataset, splits.gallery)
+    protocol = Protocol(DividedItems(recipe, dataset, splits), splits.query, splits.gallery)
+    metrics = resolve_metrics(recipe.evaluate.metrics, recipe.loaded, [PRIMARY])
+    return {"model": protocol.measure(query, gallery, metrics=metrics).values}
+
+
+_KINDS = {
+    "fold": _fold,
+    "seed": _seed,
+    "untrained": _measured,
+    "frozen": _measured,
+    "model": _model,
+}

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from retrieval.base.display_tables import html_table
+from retrieval.evaluation.intervals import Mean
 from retrieval.training.comparison import statistics
 from retrieval.training.comparison.plan import PRIMARY, ComparisonPlan
-from retrieval.training.comparison.statistics import Mean, MeanDifference, mean_of
+from retrieval.training.comparison.statistics import MeanDifference, mean_of
 from retrieval.training.comparison.tuning import Tuning, agreement
 
 
@@ -22,7 +23,8 @@ class Contestant:
 
     Attributes:
         name: the name of the recipe or baseline.
-        kind: "net" or "learner" for a recipe; "raw", "untrained" or "frozen" for a baseline.
+        kind: "net" or "learner" for a recipe; "raw", "untrained" or "frozen" for a baseline;
+            "model" for another model.
         metrics: metrics on the test side, one dictionary per run: the seeds on the first split,
             then the seeds on the second split, and so on.
         searches: the search on each split; empty without a search.
@@ -123,7 +125,8 @@ class Comparison:
         names = self.recipes
         baselines = [row.name for row in self.contestants if not row.recipe]
         if self.against is None:
-            pairs = list(combinations(names, 2))
+            models = [row.name for row in self.contestants if row.kind == "model"]
+            pairs = [*combinations(names, 2), *product(names, models)]
         else:
             pairs = [(name, self.against) for name in names if name != self.against]
             names = [name for name in names if name == self.against]

@@ -26,8 +26,8 @@ from itertools import combinations
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.05
-"""A difference is decided if its corrected p value is below this level."""
+from retrieval.evaluation.intervals import LEVEL, Mean
+
 COMPARABLE = 0.25
 """Variances are pooled if the p value of Bartlett's test is at least this.
 
@@ -43,19 +43,6 @@ MOST_BLOCKS = 1000
 """Largest number of seeds that a sentence suggests."""
 SAME = 1e-12
 """Values that differ by less than this count as equal."""
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean over blocks.
-
-    Attributes:
-        value: the mean.
-        half: half the width of the 95 % interval; 0 if all values are equal.
-    """
-
-    value: float
-    half: float
 
 
 @dataclass(frozen=True)
@@ -107,34 +94,6 @@ def mean_of(values: Sequence[float]) -> Mean:
         return Mean(float(values[0]), 0.0)
     half = stats.t.ppf(1 - LEVEL / 2, len(values) - 1) * stats.sem(values)
     return Mean(float(np.mean(values)), float(half))
-
-
-def difference_over_classes(
-    sums: Sequence[float], reference: Sequence[float], counts: Sequence[int]
-) -> Mean:
-    """Return the difference of two means over the same queries, and its interval over classes.
-
-    The queries of a class are not independent, so classes are the unit, as clusters of unequal
-    size: the mean over queries is the ratio of two sums over classes, and its variance is that of
-    a ratio (Cochran, Sampling Techniques, 1977, §2.11). Student's t has one degree of freedom less
-    than there are classes. With classes of one size this is the paired t test over classes. One
-    class has an infinite interval.
-
-    Args:
-        sums: the first metric's sum over the queries of each class (C,).
-        reference: the same of the metric that is subtracted.
-        counts: number of queries of each class (C,).
-    """
-    apart = np.subtract(sums, reference)
-    sizes = np.asarray(counts, np.float64)
-    mean = apart.sum() / sizes.sum()
-    classes = len(sizes)
-    if classes < 2:
-        return Mean(float(mean), np.inf)
-    squares = np.square(apart - mean * sizes).sum()
-    error = np.sqrt(squares * classes / (classes - 1)) / sizes.sum()
-    half = stats.t.ppf(1 - LEVEL / 2, classes - 1) * error
-    return Mean(float(mean), float(half))
 
 
 def holm(values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -347,6 +306,8 @@ def difference_sentences(tests: Sequence[MeanDifference], blocks: str) -> list[s
 def conclusion(tests: Sequence[MeanDifference], recipes: Sequence[str], blocks: str) -> str:
     """Return a sentence that names the best recipe, or those that may be the best."""
     if len(recipes) == 1:
+        if own_tests := [test for test in tests if test.contestant == recipes[0]]:
+            return conclusion_against(own_tests, recipes[0], blocks)
         return f"{recipes[0]} with {blocks}: there is nothing to compare this recipe with."
     tests = [test for test in tests if {test.contestant, test.reference} <= set(recipes)]
     worse = {test.ranked[1] for test in tests if test.decided}

@@ -14,9 +14,10 @@ from retrieval.base.csv_table import csv_text
 from retrieval.base.files import write_json, write_text
 from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluation import metric_title
+from retrieval.evaluation.intervals import Mean
 from retrieval.host.values import toml_value
 from retrieval.training.comparison.result import Comparison, Contestant
-from retrieval.training.comparison.statistics import Mean, number, probability
+from retrieval.training.comparison.statistics import number, probability
 
 Cells = list[list[str]]
 """Rows of a table; the first row is its header."""

@@ -19,6 +19,7 @@ from scipy import stats
 
 from retrieval.base.files import write_json
 from retrieval.errors import DataError
+from retrieval.evaluation.intervals import LEVEL
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Range
 from retrieval.training.comparison.jobs import ComparisonJob, Do, refuse_fold
@@ -29,7 +30,7 @@ from retrieval.training.comparison.plan import (
     saved,
     with_values,
 )
-from retrieval.training.comparison.statistics import LEVEL, equation
+from retrieval.training.comparison.statistics import equation
 
 
 @dataclass(frozen=True)
