@@ -65,7 +65,6 @@ def heads() -> dict[str, Any]:
     return {
         "a weight for each number": np.diag(ratio**0.25),
         "scatter within classes, half": inverse_root(within, 0.5),
-        "scatter within classes, nine tenths": inverse_root(within, 0.9),
     }
 
 
@@ -147,14 +146,17 @@ def migrated(index: Path, adapter: Path) -> Row:
             total = time.monotonic() - began
         peak = status("VmHWM")
         assert isinstance(opened.store, LocalStore)
-        structure, recall = opened.store.recall()
+        _, recall = opened.store.recall()
+        with opened.store.views.moment() as (_, view):
+            assert view.structure is not None
+            options = dict(view.structure.structure.options)
     return {
         "items": done.from_vectors,
         "total": total,
         **seconds,
         "memory": peak,
         "disk": size_of(index) - before,
-        "structure": structure,
+        "options": options,
         "recall": recall,
     }
 
@@ -192,7 +194,7 @@ async def send(
 ) -> list[tuple[float, float, int]]:
     """Send searches at a steady rate; return when each began, its seconds and its status."""
     answers: list[tuple[float, float, int]] = []
-    head = "POST /v1/search HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
     async def ask(body: bytes, due: float) -> None:
         status = 0
@@ -247,7 +249,7 @@ def beside_a_server(work: Path) -> list[Row]:
         head = graph_of(heads()["a weight for each number"])
         base = Bundle.open(work / "base", threads=1)
         adapter = make_adapter_bundle(base, head, Path(folder) / "adapter")
-        serve = ("-m", "retrieval.cli", "serve", index, "--port", "0")
+        serve = ("-m", "retrieval.cli", "serve", index, "--port", "0", "--feedback")
         with started(*serve) as (_, line):
             port = re.search(r":(\d+)/", line)
             assert port is not None, line
@@ -280,21 +282,24 @@ def beside_a_server(work: Path) -> list[Row]:
 def render(raw: Row) -> str:
     lines = []
     for row in raw["heads"]:
-        kept = row["structured"] < raw["built"]["wall"] / 3
+        graph = "its links" if row["structured"] < raw["built"]["wall"] / 3 else "built again"
+        if row["options"]:
+            graph += f", `ef_search={row['options']['ef_search']}`"
         lines.append(
             [
                 row["head"],
                 f"{row['derive']:.1f}",
                 f"{row['structured']:.1f}",
-                "its links are kept" if kept else "built again",
+                graph,
                 f"{row['total']:.1f}",
+                f"{row['derive cpu'] + row['switch cpu']:.1f}",
                 f"{row['rollback']:.1f}",
                 f"{row['recall']:.3f}",
                 f"{row['memory'] / 1e6:,.0f}",
                 f"{row['disk'] / 1e6:,.0f}",
             ]
         )
-    head = ["head", "vectors, s", "graph, s", "graph", "migrate, s", "rollback, s"]
+    head = ["head", "vectors, s", "graph, s", "graph", "migrate, s", "CPU, s", "rollback, s"]
     head += ["recall@10 after", "most memory, MB", "disk, MB"]
     served = [
         [
@@ -323,9 +328,10 @@ def render(raw: Row) -> str:
 
         ## Searches meanwhile
 
-        `retrieval serve` on the same machine, searched for {RATE} vectors a second, which arrive
-        whether or not earlier ones are answered, for {USUAL:g} s before `nice retrieval index
-        migrate` begins, and until {AFTER:g} s after it has ended; then the same for `rollback`.
+        `retrieval serve --feedback` on the same machine, searched for {RATE} vectors a second,
+        which arrive whether or not earlier ones are answered, for {USUAL:g} s before `nice
+        retrieval index migrate` begins, and until {AFTER:g} s after it has ended; then the same
+        for `rollback`.
 
         {markdown(columns, served)}
     """)

@@ -33,6 +33,7 @@ _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
 """Widths of a part that FAISS's GPU kernels support."""
 _ENTRY_POINTS = 32
 """Number of random vectors from which a CPU starts to search a graph without upper levels."""
+_MAX_EF = 65536
 _ADDED_AT_ONCE = 8192
 _READ_BYTES = 1 << 20
 _loading_lock = threading.Lock()
@@ -269,7 +270,7 @@ class Hnsw(FaissBackend):
         self,
         m: Annotated[int, Field(ge=4, le=256)] = 32,
         ef_construction: Annotated[int, Field(ge=8, le=4096)] = 128,
-        ef_search: Annotated[int, Field(ge=1, le=65536)] = 64,
+        ef_search: Annotated[int, Field(ge=1, le=_MAX_EF)] = 64,
     ) -> None:
         super().__init__()
         self.m = m
@@ -310,6 +311,11 @@ class Hnsw(FaissBackend):
         faiss.copy_array_to_vector(links, hnsw.neighbors)
         hnsw.entry_point = int(rows[hnsw.entry_point])
         self._index.ntotal = count
+
+    @property
+    def wider(self) -> dict[str, Any]:
+        """Follow four times as many candidates; see `IndexBackend`."""
+        return {"ef_search": min(4 * self.ef_search, _MAX_EF)}
 
     def adopt(self, other: IndexBackend, rows: Ints, vectors: Floats32) -> bool:
         """Take the links of another graph, without those of rows that are left out.
@@ -442,7 +448,7 @@ class Cagra(Hnsw):
         self,
         degree: Annotated[int, Field(ge=8, le=256, multiple_of=2)] = 64,
         ef_construction: Annotated[int, Field(ge=8, le=4096)] = 128,
-        ef_search: Annotated[int, Field(ge=1, le=65536)] = 256,
+        ef_search: Annotated[int, Field(ge=1, le=_MAX_EF)] = 256,
     ) -> None:
         super().__init__(degree // 2, ef_construction, ef_search)
         self.degree = degree

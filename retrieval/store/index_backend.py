@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,11 @@ class IndexBackend(ABC):
             report: advances the progress bar: call `report` with the number of vectors added since
                 its last call.
         """
+
+    @property
+    def wider(self) -> dict[str, Any]:
+        """Parameters with which a search finds more, for a structure that `adopt` took over."""
+        return {}
 
     def adopt(self, other: IndexBackend, rows: Ints, vectors: Floats32) -> bool:
         """Take over the structure of changed vectors, instead of `build`; return whether it could.

@@ -213,6 +213,8 @@ def adopt_structure(
     vectors: Floats,
     old: Loaded,
     rows: Ints,
+    name: str,
+    options: Mapping[str, Any],
     plugins: Sequence[str],
 ) -> Structure | None:
     """Write the structure `old` for other vectors (N, P) of the same items to a new file.
@@ -223,20 +225,19 @@ def adopt_structure(
         vectors: the new vectors.
         old: a structure of one sub-space, in memory.
         rows: (N,), ascending: row of each vector in `old`.
-        plugins: see `make_backend`.
+        name, options, plugins: see `make_backend`; the back end of `old`.
 
     Returns:
         The structure, or None if its back end cannot do this.
     """
-    name = old.structure.backend
-    backend = make_backend(name, old.structure.options, plugins)
+    backend = make_backend(name, options, plugins)
     with using(name, "adopt"):
         if not backend.adopt(old.backends[0], rows, vectors):
             return None
     path = folder / ARRAYS / f"{stem}.0.{name.replace('/', '-')}"
     with using(name, "save"):
         file = _saved(path, backend.save)
-    return Structure(name, old.structure.options, len(vectors), (file,))
+    return Structure(name, dict(options), len(vectors), (file,))
 
 
 def _saved(path: Path, save: Callable[[Path], object]) -> tuple[str, str]:

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 from retrieval.base.arrays import Ints
 from retrieval.base.files import sync
 from retrieval.errors import RetrievalError, StoreError
+from retrieval.store.backends import make_backend
 from retrieval.store.contract import StoreUnavailable
 from retrieval.store.index_backend import recall_at_10
 from retrieval.store.items import VECTOR, Floats, Generation
@@ -68,6 +70,8 @@ _LONGEST_PAUSE = 600.0
 """
 _LOST = 0.01
 """A generation may take over another's structure if its recall at 10 is less by at most this."""
+_LEAST = 0.98
+"""Least recall at 10 of a structure that was taken over, however often."""
 _WAIT = 600.0  # seconds that a command waits for another process's work
 _READING_SECONDS = 7 * 86_400.0  # time limit of a read transaction that copies files
 
@@ -290,11 +294,26 @@ class Upkeep:
         structure = Structure.parse(text)
         # The entry is None if the structure could not be loaded.
         loaded = self.views.loaded.get(text, structure)
-        if loaded is None or (structure.backend, structure.options) != choice:
+        if loaded is None or not self._is_of(structure, choice):
             return True
         if exactly:
-            return structure.rows != count or bool(structure.damaged(self.record.folder))
+            return (
+                structure.options != choice[1]
+                or structure.rows != count
+                or bool(structure.damaged(self.record.folder))
+            )
         return structure.outgrown(count)
+
+    def _wider(self, choice: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the options with which a structure that was taken over may be searched."""
+        name, options = choice
+        return {**options, **make_backend(name, options, self.views.plugins).wider}
+
+    def _is_of(self, structure: Structure, choice: tuple[str, dict[str, Any]]) -> bool:
+        """Return whether a structure has a back end and its options, or the wider ones."""
+        if structure.backend != choice[0]:
+            return False
+        return structure.options == choice[1] or structure.options == self._wider(choice)
 
     # In the caller's thread
 
@@ -339,33 +358,45 @@ class Upkeep:
             Whether this was possible, and a search finds nearly as many of the nearest.
         """
         folder = self.record.folder
+        plugins = self.views.plugins
         with self.views.moment() as (_, view):
             old = view.structure
+        choice = self._chosen(generation, rows.rows)
         if old is None or len(old.backends) != 1 or len(generation.spans) != 1:
             return False
-        name, options = old.structure.backend, old.structure.options
-        numbers = rows.runs.numbers_of(np.arange(rows.rows))
-        old_rows = view.runs.rows_of(numbers)
+        if choice is None or not self._is_of(old.structure, choice):
+            return False
+        name, options = choice
+        old_rows = view.runs.rows_of(rows.runs.numbers_of(np.arange(rows.rows)))
         is_linked = (old_rows >= 0) & (old_rows < old.structure.rows)
-        count = len(numbers) if is_linked.all() else int(is_linked.argmin())
-        candidate = Structure(name, options, count, ())
-        if (name, options) != self._chosen(generation, rows.rows) or candidate.outgrown(rows.rows):
+        count = len(old_rows)
+        if not is_linked.all():
+            count = int(is_linked.argmin())
+        if Structure(name, options, count, ()).outgrown(rows.rows):
             return False
         array = ArrayFile(file_of(folder, rows.stem, VECTOR), generation.widths[VECTOR])
         with array.reading(count) as vectors, self.record.faults("written"):
-            plugins = self.views.plugins
-            structure = adopt_structure(folder, stem, vectors, old, old_rows[:count], plugins)
-            if structure is None:
+            links = adopt_structure(
+                folder, stem, vectors, old, old_rows[:count], name, options, plugins
+            )
+            if links is None:
                 return False
             sync(folder / ARRAYS)
-            loaded = load_structure(folder, structure, vectors, generation.spans, plugins)
             with view.arrays[VECTOR].reading(old.structure.rows) as old_vectors:
                 before = recall_at_10(old.backends[0], name, old_vectors)
-            if loaded is None or recall_at_10(loaded.backends[0], name, vectors) < before - _LOST:
+            # Of other vectors, the same links may need a wider search.
+            for structure in (links, replace(links, options=self._wider(choice))):
+                loaded = load_structure(folder, structure, vectors, generation.spans, plugins)
+                if loaded is None:
+                    return False
+                recall = recall_at_10(loaded.backends[0], name, vectors)
+                if recall >= max(before - _LOST, _LEAST):
+                    break
+            else:
                 return False
+        text = structure.text()
         with self.record.writing() as (connection, _):
             sql = "update generations set structure = ? where g = ? and stem = ?"
-            text = structure.text()
             connection.execute(sql, (text, generation.number, rows.stem))
         self.views.loaded[text] = loaded
         return True

@@ -311,6 +311,26 @@ def test_a_graph_that_does_not_fit_is_built_again(why, tmp_path, bundle, vectors
         assert index.store.recall()[1] > 0.95
 
 
+def test_a_graph_that_finds_less_is_searched_more_widely(
+    tmp_path, bundle, vectors, built, monkeypatch
+):
+    recalls = iter([0.999, 0.97, 0.992])
+    monkeypatch.setattr(upkeep, "recall_at_10", lambda *_: next(recalls))
+    head = make_adapter_bundle(bundle, near_identity(16), tmp_path / "adapter")
+    with created(tmp_path / "i", bundle, vectors, StructureChoice("hnsw", {"m": 16})) as index:
+        index.migrate(head, progress=False)
+        with index.store.views.moment() as (_, view):
+            assert view.structure.structure.options == {"m": 16, "ef_search": 256}
+            assert view.structure.backends[0].ef_search == 256
+        assert not index.store.upkeep.step(), "the structure is built again"
+        assert built == [COUNT]
+        index.store.compact()
+        assert len(built) > 1
+        with index.store.views.moment() as (_, view):
+            assert view.structure.structure.options == {"m": 16}
+    assert check_index(tmp_path / "i") == ([], [])
+
+
 def test_links_of_rows_that_are_left_out_are_gone(tmp_path, vectors):
     """Compare every list of links with one that plain loops make."""
     first = Hnsw(m=6)
