@@ -16,6 +16,8 @@ LEARNERS = ("feedback.low_rank", "feedback.diagonal", "oahu.warm", "oahu.oahu")
 """Learners that compete unless others are named."""
 WINDOWS = (1.0, 1 / 3)
 """Shares of the triplets, the latest, that each learner may learn from: tastes change."""
+MOST_COMPARED = 20_000
+"""Triplets, the latest, on which learners are compared; the best one learns all."""
 _CHUNK = 50_000
 _VERIFIED = 512
 """Vectors on which a graph is compared with torch."""
@@ -59,6 +61,8 @@ def compete(
         incumbent: the map that is served.
         learners: names of learners.
     """
+    triplets = triplets[:MOST_COMPARED]
+    voters = voters[:MOST_COMPARED]
     fold = np.array([_fold(voter) for voter in voters])
     later = np.arange(len(triplets)) < len(triplets) / 2
     rows: dict[str, list[int]] = {}
