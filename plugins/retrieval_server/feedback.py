@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import secrets
 import threading
 import time
+from base64 import urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -119,7 +121,7 @@ class Feedback:
     def __init__(self, path: Path, settings: Settings) -> None:
         self._record = FeedbackRecord.open(path, create=True)
         self._settings = settings
-        self._queue = queue.Queue[Search](_WAITING_SEARCHES)
+        self._queue = queue.SimpleQueue[Search]()
         self._writing = threading.Lock()
         self._unwritten: list[Search] = []
         self._stop = threading.Event()
@@ -171,7 +173,7 @@ class Feedback:
         for row, answer in enumerate(answers):
             hits = NotedHits(answer)
             hits.facets = getattr(answer, "facets", hits.facets)
-            hits.search_id = secrets.token_urlsafe(16)
+            hits.search_id = _new_id(now)
             hits.teams = getattr(answer, "teams", "")
             item = None
             if queries is not None:
@@ -189,8 +191,8 @@ class Feedback:
                 teams=hits.teams,
             )
             # Without room, the search cannot be marked; it is answered all the same.
-            with suppress(queue.Full):
-                self._queue.put_nowait(search)
+            if self._queue.qsize() < _WAITING_SEARCHES:
+                self._queue.put(search)
             noted.append(hits)
         return noted
 
@@ -376,6 +378,16 @@ def base_vectors(bundle: Bundle, queries: Any) -> Floats32 | None:
     if bundle.manifest.adapter is not None:
         return None
     return np.atleast_2d(np.asarray(queries, np.float32))
+
+
+def _new_id(now: float) -> str:
+    """Return an id of 22 characters with 80 random bits, which nobody can guess.
+
+    It begins with the time: the record's index of ids then grows at one end. With ids in random
+    order, writing a search takes half as much time again.
+    """
+    moment = int(1000 * now).to_bytes(6, "big")
+    return urlsafe_b64encode(moment + os.urandom(10))[:22].decode()
 
 
 def voter_of(key: str, user: str | None) -> str:

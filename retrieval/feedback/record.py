@@ -49,6 +49,7 @@ _SEARCH_SECONDS = 1.0
 """Time that a mark waits for its search, which another process may be about to write."""
 _CHUNK = 10_000
 """Searches that one transaction deletes."""
+_as_json = json.JSONEncoder(ensure_ascii=False).encode
 _FORMAT = 1
 _APPLICATION = 0x52465942  # marks the file as one of feedback
 
@@ -307,7 +308,7 @@ class FeedbackRecord:
         rows = []
         for search in searches:
             query = None if search.query is None else search.query.astype("<f4").tobytes()
-            hits = json.dumps(search.hits[:MAX_HITS], ensure_ascii=False)
+            hits = _as_json(search.hits[:MAX_HITS])
             keys = (search.id, search.answered, search.voter, search.base, search.served)
             rows.append(
                 (*keys, query, search.item, hits, search.challenger, search.teams[:MAX_HITS])
