@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,8 +29,12 @@ import numpy as np
 from retrieval.bundle.bundle import Bundle
 from retrieval.data.image_archives import read_idx
 from retrieval.index.adapter_bundles import make_adapter_bundle
+from retrieval.index.adding import by_name
 from retrieval.index.index import Index
+from retrieval.index.integrity import check_index
+from retrieval.store import local
 from retrieval.store.local import LocalStore
+from retrieval.store.record import ask
 from retrieval.store.upkeep import Upkeep
 
 from bench import FASHION, WORK, Row, alone, arguments, finish, machine_of, markdown, page, status
@@ -36,11 +42,11 @@ from scaled_bundle import make_bundle, make_index
 from search import vectors_of
 from serve import started
 
-WIDTH, K = 128, 10
+WIDTH, K, KILLS = 128, 10, 100
 RATE = 25
 """Searches a second, which arrive whether or not the earlier ones are answered."""
-USUAL, AFTER = 60.0, 30.0
-"""Seconds that are measured before the migration begins and after it has ended."""
+WARM, USUAL, AFTER = 20.0, 60.0, 30.0
+"""Seconds of searches that do not count, that come before the command, and that come after it."""
 
 
 def scatter() -> tuple[Any, Any]:
@@ -225,7 +231,7 @@ async def run_beside(port: int, bodies: list[bytes], *words: str) -> tuple[list[
     """Search before, during and after a command; return the answers, its start and its end."""
     stop = asyncio.Event()
     sending = asyncio.create_task(send(port, bodies, stop))
-    await asyncio.sleep(USUAL)
+    await asyncio.sleep(WARM + USUAL)
     began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         "nice", sys.executable, "-m", "retrieval.cli", "index", *words, stdout=subprocess.DEVNULL
@@ -256,7 +262,7 @@ def beside_a_server(work: Path) -> list[Row]:
             for words in (("migrate", index, str(adapter)), ("rollback", index)):
                 answers, began, ended = asyncio.run(run_beside(int(port[1]), bodies, *words))
                 for phase, low, high in (
-                    ("before", 0.0, began),
+                    ("before", began - USUAL, began),
                     ("meanwhile and after", began, np.inf),
                     ("the last second and after", ended - 1.0, np.inf),
                 ):
@@ -277,6 +283,110 @@ def beside_a_server(work: Path) -> list[Row]:
     with Index.open(index) as opened:
         opened.drop_old()
     return rows
+
+
+# Kills
+
+
+def forward(index: Path, target: Path | None) -> None:
+    """Migrate an index to a bundle or, without one, roll back."""
+    # Otherwise most kills would meet a process that waits.
+    local._NOTICE_SECONDS = 0.5
+    with Index.open(index, threads=1) as opened:
+        if target is None:
+            opened.rollback(progress=False)
+        else:
+            opened.migrate(target, progress=False)
+
+
+def state_of(index: Path) -> tuple[str, str]:
+    """Return the served bundle, and how far the generation that follows it is."""
+    with LocalStore(index, upkeep=False) as store, store.record.reading() as connection:
+        sql = "select state, bundle, upto, structure from generations order by g"
+        rows = ask(connection, sql)
+        served = next(bundle for state, bundle, _, _ in rows if state == "served")
+        stage = "not begun"
+        for state, _, upto, structure in rows:
+            if state == "building":
+                stage = "vectors" if upto < store.count() else "graph"
+                stage = "before the switch" if structure else stage
+        return served, stage
+
+
+def wrong_arrays(index: Path, vectors: Any) -> int:
+    """Return how many items of an index have other arrays than its bundle computes."""
+    with Index.open(index, threads=1) as opened:
+        expected = {"vector": vectors}
+        if opened.bundle.manifest.adapter is not None:
+            expected = by_name(opened.bundle.adapt(vectors))
+        items = opened.get([f"{row:07}" for row in range(len(vectors))], arrays=True)
+        wrong = len(vectors) - len(items)
+        for id, item in items.items():
+            for name, array in expected.items():
+                wrong += not np.allclose(item.arrays[name], array[int(id)], atol=1e-4)
+        return wrong
+
+
+def killed(work: Path, count: int) -> Row:
+    """Kill migrations and rollbacks at random moments; return where, and what was wrong after."""
+    shutil.rmtree(work, ignore_errors=True)
+    prepare(work, 30_000)
+    vectors, _ = vectors_of(30_000, WIDTH, 0.25)
+    base = Bundle.open(work / "base", threads=1)
+    random = np.random.default_rng(0)
+    targets: list[Path | None] = []
+    for number in range(3):
+        head = graph_of(np.diag(random.uniform(0.9, 1.1, WIDTH)))
+        targets.append(make_adapter_bundle(base, head, work / f"adapter {number}"))
+    targets.insert(2, None)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["switch"])
+    row: Row = {"kills": 0, "ended": 0, "wrong items": 0, "faults": 0}
+    stages = Counter[str]()
+    longest = np.inf
+    while row["kills"] < count:
+        target = targets[row["ended"] % len(targets)]
+        process = context.Process(target=forward, args=(work / "index", target))
+        began = time.monotonic()
+        process.start()
+        # The first call runs to its end, and tells how long a call takes.
+        process.join(None if np.isinf(longest) else random.uniform(0.0, 1.2 * longest))
+        if process.is_alive():
+            process.kill()
+            process.join()
+            row["kills"] += 1
+            stages[state_of(work / "index")[1]] += 1
+        else:
+            assert process.exitcode == 0
+            row["ended"] += 1
+            longest = min(longest, time.monotonic() - began)
+            with Index.open(work / "index", threads=1) as opened:
+                for generation in opened.store.generations()[:-2]:
+                    if generation.state != "served":
+                        opened.store.drop(generation)
+        if process.exitcode == 0 or row["kills"] % 10 == 0:
+            row["wrong items"] += wrong_arrays(work / "index", vectors)
+            row["faults"] += sum(map(len, check_index(work / "index")))
+            print(row, dict(stages), flush=True)
+    return row | {"stages": dict(stages)}
+
+
+def kills_of(raw: Row) -> str:
+    """Return the section on kills, if they were measured."""
+    if "killed" not in raw:
+        return ""
+    row = raw["killed"]
+    stages = ", ".join(f"{stage} {count}" for stage, count in row["stages"].items())
+    return f"""
+        ## Kills
+
+        Migrations to three adapters and rollbacks of an index of 30,000 vectors were killed
+        (`SIGKILL`) at {row["kills"]} random moments, with half a second instead of 7 before the
+        switch, and repeated until {row["ended"]} of them had ended. After every tenth kill and
+        every end, all arrays of all items and all files were compared: {row["wrong items"]} items
+        were wrong, and {row["faults"]} faults were found. How far the next generation was when its
+        process was killed: {stages}.
+    """
 
 
 def render(raw: Row) -> str:
@@ -321,8 +431,9 @@ def render(raw: Row) -> str:
         each is a new process. *Vectors* is the time in which the new vectors are computed from
         those that are stored, and written; *graph* that in which the links of the old graph are
         taken over and measured or, if they find over a point less, a new graph is built. *Migrate*
-        includes opening the index, and 7 s in which servers load the new generation before it is
-        served. {raw["machine"]}; load {raw["load"]}.
+        is the whole call, of which 7 s are for servers to load the new generation before it is
+        served. *Most memory* counts the files that are mapped. {raw["machine"]}, shared with other
+        programs (load {raw["load"]}), so wall times say little and CPU times more.
 
         {markdown(head, lines)}
 
@@ -334,13 +445,17 @@ def render(raw: Row) -> str:
         for `rollback`.
 
         {markdown(columns, served)}
+
+        {kills_of(raw)}
     """)
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000, help="number of vectors")
-    parser.add_argument("--part", choices=["heads", "served"], help="measure only one part")
+    parser.add_argument(
+        "--part", choices=["heads", "served", "kills"], help="measure only one part"
+    )
     parser.add_argument("--write", action="store_true", help="write the page; measure nothing")
     options = parser.parse_args()
     work = WORK / "switch" / str(options.rows)
@@ -350,10 +465,12 @@ def main() -> None:
         raw = json.loads(kept.read_text()) if kept.exists() else {}
         raw |= {"rows": options.rows, "built": json.loads((work / "built.json").read_text())}
         raw |= machine_of("faiss-cpu", "numpy", "onnxruntime")
-        if options.part != "served":
+        if options.part in (None, "heads"):
             raw["heads"] = switches(work)
             raw["recall"] = raw["heads"][0]["recall of the base"]
-        if options.part != "heads":
+        if options.part in (None, "kills"):
+            raw["killed"] = killed(WORK / "switch" / "killed", KILLS)
+        if options.part in (None, "served"):
             raw["served"] = beside_a_server(work)
         kept.write_text(json.dumps(raw))
     raw = json.loads((work / "measured.json").read_text())
