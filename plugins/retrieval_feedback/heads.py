@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from retrieval.base.arrays import Floats32
 from retrieval.errors import BundleError, DataError
+from retrieval.feedback.interleaving import load_head
 from retrieval.host.plugins import create
 from retrieval.plugin import MetricLearner
 
+BASE_ALONE = "base"
+"""Name of the candidate without a head."""
 LEARNERS = ("feedback.low_rank", "feedback.diagonal", "oahu.warm", "oahu.oahu")
 """Learners that compete unless others are named."""
 WINDOWS = (1.0, 1 / 3)
@@ -31,8 +34,8 @@ class Candidate(NamedTuple):
     Attributes:
         learner: its name.
         window: share of the triplets, the latest, that it learned from.
-        gain: share of a voter's triplets that it orders rightly, less that of the incumbent; the
-            mean over voters.
+        gain: share of a voter's comparisons that it decides rightly, less that of the incumbent;
+            the mean over voters.
         error: standard error of `gain`.
     """
 
@@ -53,7 +56,9 @@ def compete(
     """Return the candidates, the best first: that with the largest gain less its error.
 
     Each half of the voters judges what was learned from the other half, by the later half of their
-    triplets.
+    triplets. A positive should be nearer than its negative, and nearer than the negative of another
+    triplet: hits of one query are all alike, and a map that orders them better may mix them with
+    what nobody wants. The base itself competes as well.
 
     Args:
         triplets: (T, 3, P) base vectors, the latest first.
@@ -70,16 +75,21 @@ def compete(
         rows.setdefault(voters[row], []).append(row)
     before = _rightly(incumbent, triplets)
     candidates = []
+
+    def compare(name: str, window: float, gains: Floats32) -> None:
+        by_voter = [float(gains[of_voter].mean()) for of_voter in rows.values()]
+        error = float(np.std(by_voter) / max(len(by_voter) - 1, 1) ** 0.5)
+        candidates.append(Candidate(name, window, float(np.mean(by_voter)), error))
+
+    compare(BASE_ALONE, 1.0, _rightly(load_head(None), triplets) - before)
     for name in learners:
         for window in WINDOWS:
             gains = -before
             for side in (0, 1):
                 taught = triplets[fold != side]
                 learner = learned(name, taught[: round(window * len(taught))])
-                gains[fold == side] += _rightly(learner.transform, triplets[fold == side])
-            by_voter = [float(gains[of_voter].mean()) for of_voter in rows.values()]
-            error = float(np.std(by_voter) / max(len(by_voter) - 1, 1) ** 0.5)
-            candidates.append(Candidate(name, window, float(np.mean(by_voter)), error))
+                gains[fold == side] += _rightly(learner.transform, triplets)[fold == side]
+            compare(name, window, gains)
     return sorted(candidates, key=lambda candidate: candidate.error - candidate.gain)
 
 
@@ -129,11 +139,15 @@ def head_of(learner: Any, vectors: Floats32) -> bytes:
 
 
 def _rightly(function: Map, triplets: Floats32) -> Floats32:
-    """Return 1 for each triplet (T, 3, P) whose positive is nearer than its negative, or 0."""
+    """Return for each triplet (T, 3, P) how often its positive is nearer: of its negative, and of
+    that of the triplet half the list away, 0, ½ or 1.
+    """
     rows = np.asarray(function(triplets.reshape(-1, triplets.shape[2])), np.float64)
     anchors, positives, negatives = np.moveaxis(rows.reshape(len(triplets), 3, -1), 1, 0)
-    nearer = ((anchors - negatives) ** 2).sum(1) - ((anchors - positives) ** 2).sum(1)
-    right: Floats32 = (nearer > 0).astype(np.float32)
+    distance = ((anchors - positives) ** 2).sum(axis=1)
+    right: Floats32 = np.zeros(len(triplets), np.float32)
+    for side in (negatives, np.roll(negatives, len(triplets) // 2, axis=0)):
+        right += 0.5 * (((anchors - side) ** 2).sum(axis=1) > distance)
     return right
 
 

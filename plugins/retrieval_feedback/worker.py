@@ -216,7 +216,7 @@ class Worker:
 
     def _learn(self, served: Bundle, challenges: Sequence[Trial]) -> Step:
         """Learn from half of the voters, and put the best candidate on trial."""
-        from retrieval_feedback.heads import compete, head_of, learned
+        from retrieval_feedback.heads import BASE_ALONE, compete, head_of, learned
 
         base = base_of(served)
         searches = self.record.judged(base)
@@ -253,8 +253,10 @@ class Worker:
             if not candidates or not candidates[0].promises:
                 return self._nothing(last, facts)
             best = candidates[0]
-            learner = learned(best.learner, triplets[: round(best.window * len(triplets))])
-            head = head_of(learner, triplets[:, 0])
+            head = None
+            if best.learner != BASE_ALONE:
+                learner = learned(best.learner, triplets[: round(best.window * len(triplets))])
+                head = head_of(learner, triplets[:, 0])
         challenger = _name_of(head, base)
         if _name_of(head_bytes(served), base) == challenger:
             return self._nothing(last, facts)
@@ -275,7 +277,7 @@ class Worker:
         )
         sentence = (
             f"{_title(trial)} is on trial: it learned {len(triplets):,} preferences of"
-            f" {len(teachers)} voters, and orders {best.gain:+.1%} more of others' rightly."
+            f" {len(teachers)} voters, and decides {best.gain:+.1%} more of others' rightly."
         )
         return Step("on trial", sentence, facts)
 
