@@ -80,11 +80,9 @@ def embedded(name: str, package: Path) -> tuple[NDArray[np.float32], NDArray[np.
     file = WORK / f"embedded-{name}.npz"
     if not file.exists():
         import levels
-        import recipes
 
         if name == "glyphs":
-            drawn, names, _ = recipes.glyphs(package)
-            images, labels = np.stack(drawn), np.array(names)
+            images, labels = pictures.glyphs()
         else:
             images, labels = pictures.load(name, package, ICONS)
         backbone = {"name": "core.efficientnet_lite0", "size": 96, "crop": 1.0}
