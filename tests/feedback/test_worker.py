@@ -16,8 +16,9 @@ import pytest
 from clicks import digits, feedback_file, make_index, play, precision
 from retrieval.feedback.record import FeedbackRecord
 from retrieval.index.index import open_index
+from sklearn.datasets import load_digits
 
-from retrieval_feedback.heads import LEARNERS, head_of, learned
+from retrieval_feedback.heads import BASE_ALONE, LEARNERS, compete, head_of, learned
 from retrieval_feedback.worker import LEAST_SEARCHES, Worker, base_of, head_bytes
 
 FAST = ("feedback.low_rank", "feedback.diagonal")
@@ -275,3 +276,22 @@ def test_a_killed_follower_leaves_everything_to_the_next(tried, tmp_path):
             process.wait()
             worker.step()
             assert worker.record.trials()[0].verdict == "switched"
+
+
+def test_the_model_alone_competes_with_a_head_that_became_worse():
+    x, _ = digits()
+    labels = load_digits().target
+    rng = np.random.default_rng(0)
+    rows = rng.integers(len(x), size=(20_000, 3))
+    alike = labels[rows[:, 0]] == labels[rows[:, 1]]
+    triplets = x[rows[alike & (labels[rows[:, 0]] != labels[rows[:, 2]])][:1000]]
+    voters = [f"v{number % 40}" for number in range(1000)]
+    # The incumbent sees only how thick a digit is.
+    candidates = compete(triplets, voters, lambda rows: rows.sum(axis=1, keepdims=True), FAST)
+    (base,) = (candidate for candidate in candidates if candidate.learner == BASE_ALONE)
+    assert base.promises and base.gain > 0.2
+    # Against the base itself, it gains nothing.
+    candidates = compete(triplets, voters, lambda rows: rows, FAST)
+    (base,) = (candidate for candidate in candidates if candidate.learner == BASE_ALONE)
+    assert (base.gain, base.error, base.promises) == (0.0, 0.0, False)
+    assert candidates[0].learner != BASE_ALONE
