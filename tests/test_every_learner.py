@@ -32,6 +32,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "core.lda": {},
     "core.nca": {"max_iter": 5, "init": "random"},
     "core.pca": {},
+    "feedback.diagonal": {},
+    "feedback.low_rank": {},
     "metric_learn.itml": {"max_iter": 20},
     "metric_learn.lfda": {},
     "metric_learn.lmnn": {"max_iter": 10, "min_iter": 2, "learn_rate": 1e-4, "init": "random"},
@@ -50,13 +52,10 @@ SMALL: dict[str, dict[str, Any]] = {
 FACTORIES = {
     name: factory
     for name, factory in load_plugins().factories("learners").items()
-    if name.partition(".")[0] in ("aml", "anml", "core", "metric_learn", "oahu")
+    if name.partition(".")[0] in ("aml", "anml", "core", "feedback", "metric_learn", "oahu")
 }
-SEEDED = [
-    name
-    for name in SMALL
-    if FACTORIES[name].parameters and name not in ("core.lda", "metric_learn.lfda")
-]
+WITHOUT_SEED = ("core.lda", "feedback.diagonal", "feedback.low_rank", "metric_learn.lfda")
+SEEDED = [name for name in SMALL if FACTORIES[name].parameters and name not in WITHOUT_SEED]
 NOT_LINEAR = ("oahu.oahu", "oahu.oasis")
 every_learner = pytest.mark.parametrize("name", SMALL)
 seeded_learners = pytest.mark.parametrize("name", SEEDED)
