@@ -129,7 +129,7 @@ class Endpoint:
         return [vectors[image] for image in images]
 
     def _answer(self, client: Any, body: dict[str, Any]) -> bytes:
-        content = b""
+        content = bytearray()  # grows in place
         began = time.monotonic()
         with client.stream("POST", self.url, json=body) as response:
             for chunk in response.iter_raw():
@@ -145,7 +145,7 @@ class Endpoint:
                 f"{self.url} answers {response.status_code}: {text}. A key is read from the"
                 f" environment variable {KEY}. The same command goes on where it ended."
             )
-        return content
+        return bytes(content)
 
     def _vectors(self, answer: bytes, count: int) -> Floats32:
         """Return the vectors (`count`, D) of an answer."""

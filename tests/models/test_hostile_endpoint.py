@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
+import threading
 from typing import Any
 
 import numpy as np
@@ -126,26 +126,26 @@ def test_an_endless_answer_is_cut_off():
 def test_an_answer_that_drips_is_cut_off(monkeypatch):
     monkeypatch.setattr(endpoint, "ANSWER_SECONDS", 0.5)
 
+    over = threading.Event()
+
     def dripping(handler: Any, body: Any) -> None:
         handler.send_response(200)
         handler.end_headers()
-        for _ in range(200):
+        while not over.wait(0.05):
             handler.wfile.write(b" ")
-            time.sleep(0.05)
 
-    began = time.monotonic()
     with serving(dripping) as server:
         says = refusal(DataError, encoder_at(load_plugins(), f"{server.url}?model=m"), DATA, ALL)
-        assert time.monotonic() - began < 5
-    assert "for more than 0 seconds" in says or "for more than 1 seconds" in says
+        over.set()
+    assert "for more than 0 seconds" in says
 
 
 def test_silence_ends(monkeypatch):
     monkeypatch.setattr(endpoint, "WAIT_SECONDS", 0.3)
-    with serving(lambda handler, body: time.sleep(1.5)) as server:
-        began = time.monotonic()
+    over = threading.Event()
+    with serving(lambda handler, body: over.wait()) as server:
         says = refusal(DataError, encoder_at(load_plugins(), f"{server.url}?model=m"), DATA, ALL)
-        assert time.monotonic() - began < 1.4
+        over.set()
     assert "cannot be reached: " in says
 
 
