@@ -1,101 +1,145 @@
-"""The cost of taking feedback: the same searches of two servers, with and without it, in turns.
+"""The cost of taking feedback: the same searches with and without it, in one process, in turns.
 
     python benchmarks/feedback_cost.py # writes results/feedback_cost.md
     python benchmarks/feedback_cost.py --only vector --rounds 5 # a part, which is not kept
 
-One server runs with --feedback and one without; nothing is explored. They take turns of half a
-second, and each pair of turns gives a ratio of the CPU time (user and system, of all processes and
-threads, with the thread that writes the searches) per request, and of the wall time. Both servers
-are started several times, because two processes of the same program differ by a per cent or two.
-The indexes are those of serve.py, in benchmarks/work/serve; its large photos are left out, whose
-decoding takes most of their time.
+Two applications of the server, one with --feedback, answer the same requests in blocks. A block
+ends when its searches are written, so it pays for all of its work. The measure is the CPU time of
+the process (user and system). The requests do not pass a socket, so a search costs less than over
+HTTP, and the share of feedback is larger. On a busy machine other processes slow some blocks, so
+the figure of a contestant is the mean of the fastest quarter of its blocks. The indexes are those
+of serve.py, in benchmarks/work/serve, without its large photos, whose decoding takes most of their
+time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
+import json
 import shutil
-import statistics
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import WORK, arguments, finish, half_width, machine_of, markdown, one_thread, page
-from serve import TASKS, ask, cpu_of, started
+from serve import TASKS, Task
 
-CONNECTIONS = (1, 8)
-Rounds = dict[str, dict[str, list[float]]]
-"""Milliseconds per request in each round, by measure and connections, then by "off" and "on"."""
+BLOCK = 200
+"""Requests of a block: about as many as a busy process answers between two writes."""
+PARTS = 6
+"""Parts of the blocks, for an interval."""
 
 
-def measure(name: str, work: Path, seconds: float, rounds: int) -> Rounds:
-    """Start both servers and let them take turns."""
-    task = TASKS[name](work)
-    requests = task.requests()
+def scope_and_body(request: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the ASGI scope of a complete HTTP request, and its body."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    first, *lines = head.split(b"\r\n")
+    method, path, _ = first.decode().split()
+    headers = [tuple(line.split(b": ", 1)) for line in lines]
+    return {
+        "type": "http",
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.lower(), value) for name, value in headers],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }, body
+
+
+async def answer(app: Any, request: bytes) -> bytes:
+    """Return the body of an application's answer, which must be 200."""
+    scope, body = scope_and_body(request)
+    status, content = 0, b""
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        nonlocal status, content
+        status = message.get("status", status)
+        content += message.get("body", b"")
+
+    await app(scope, receive, send)
+    assert status == 200, content
+    return content
+
+
+def applications(task: Task, work: Path) -> dict[str, Any]:
+    """Return the application without and with feedback."""
+    from retrieval_server.server import Parts
+    from retrieval_server.settings import Settings
+
     copy = work / "with feedback" / task.folder.name
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(task.folder / "index", copy)
-    servers = {"off": (task.folder / "index",), "on": (copy, "--feedback")}
-    results: Rounds = {}
-    with ExitStack() as stack:
-        running = {}
-        for title, words in servers.items():
-            command = ("-m", "retrieval.cli", "serve", *map(str, words), "--port", "0")
-            process, line = stack.enter_context(started(*command))
-            port = re.search(r":(\d+)/", line)
-            assert port is not None, line
-            running[title] = process, int(port[1])
-            asyncio.run(ask(int(port[1]), requests, 8, 2.0))
-        for number in range(rounds):
-            for connections in CONNECTIONS:
-                # The order alternates, because the machine's speed drifts.
-                for title in sorted(running, reverse=bool(number % 2)):
-                    process, address = running[title]
-                    cpu, began = cpu_of(process), time.perf_counter()
-                    count = asyncio.run(ask(address, requests, connections, seconds))
-                    wall = time.perf_counter() - began
-                    for kind, spent in (("CPU", cpu_of(process) - cpu), ("wall", wall)):
-                        turns = results.setdefault(f"{kind}, {connections}", {"off": [], "on": []})
-                        turns[title].append(round(1000 * spent / count, 4))
-    return results
+    folders = {"off": (task.folder / "index", False), "on": (copy, True)}
+    return {
+        title: Parts({"index": folder}, Settings(feedback=feedback)).application()
+        for title, (folder, feedback) in folders.items()
+    }
 
 
-def summary(starts: list[dict[str, list[float]]]) -> tuple[float, float, float, float]:
-    """Return the medians off and on, and the mean over the starts of their median ratio, with the
-    half-width of its 95 % interval.
-    """
-    ratios = [float(np.median(np.divide(start["on"], start["off"]))) for start in starts]
-    off, on = (
-        statistics.median(value for start in starts for value in start[title])
-        for title in ("off", "on")
-    )
-    return off, on, float(np.mean(ratios)), half_width(ratios)
+async def measure(task: Task, work: Path, rounds: int) -> dict[str, list[float]]:
+    """Return the CPU milliseconds per search of each block, off and on."""
+    requests = (task.requests() * BLOCK)[:BLOCK]
+    running = applications(task, work)
+    blocks: dict[str, list[float]] = {title: [] for title in running}
+    for number in range(rounds + 2):
+        for title in sorted(running, reverse=bool(number % 2)):
+            app = running[title]
+            (served,) = app.served.values()
+            began = time.process_time()
+            for request in requests:
+                content = await answer(app, request)
+            if served.feedback is not None:
+                served.feedback.write()
+            spent = 1000 * (time.process_time() - began) / BLOCK
+            assert ("search_id" in json.loads(content)) == (title == "on")
+            if number >= 2:
+                blocks[title].append(round(spent, 4))
+    for app in running.values():
+        app.workers.close()
+    return blocks
+
+
+def fastest(blocks: list[float]) -> float:
+    """Return the mean of the fastest quarter of blocks."""
+    return float(np.mean(sorted(blocks)[: max(1, len(blocks) // 4)]))
+
+
+def summary(blocks: dict[str, list[float]]) -> tuple[float, float, float, float]:
+    """Return the milliseconds off and on, their ratio, and the half-width of its 95 % interval."""
+    ratios = [
+        fastest(blocks["on"][part::PARTS]) / fastest(blocks["off"][part::PARTS])
+        for part in range(PARTS)
+    ]
+    return fastest(blocks["off"]), fastest(blocks["on"]), float(np.mean(ratios)), half_width(ratios)
 
 
 def render(raw: dict[str, Any]) -> str:
     lines = []
-    for name, starts in raw["tasks"].items():
-        for key in starts[0]:
-            kind, _, connections = key.partition(", ")
-            off, on, ratio, half = summary([start[key] for start in starts])
-            change = f"{100 * (ratio - 1):+.1f} ± {100 * half:.1f} %"
-            lines.append([name, kind, connections, f"{off:.3f}", f"{on:.3f}", change])
-    head = ["query", "milliseconds of", "connections", "off", "on", "on ÷ off"]
+    for name, blocks in raw["tasks"].items():
+        off, on, ratio, half = summary(blocks)
+        change = f"{100 * (ratio - 1):+.1f} ± {100 * half:.1f} %"
+        lines.append([name, f"{off:.3f}", f"{on:.3f}", change])
     return page(f"""
         # The cost of taking feedback
 
-        `python benchmarks/feedback_cost.py`: milliseconds per search of a server without and with
-        `--feedback`, medians over {raw["starts"]} starts of both servers with {raw["rounds"]}
-        rounds of {raw["seconds"]:g} s each, in turns. *On ÷ off* is the mean over the starts of the
-        median ratio within a round, with its 95 % interval over the starts. CPU time is that of all
-        processes and threads of the server. {raw["machine"]}, {raw["versions"]}; load average
-        {raw["load"]} at the start: the client and other programs share the cores.
+        `python benchmarks/feedback_cost.py`: CPU milliseconds (user and system) per search of the
+        server's application without and with `--feedback`, in one process, in turns:
+        {raw["rounds"]} blocks of {BLOCK} searches each, of which the fastest quarter counts. A
+        block ends when its searches are written. Requests do not pass a socket. *On ÷ off* is the
+        mean of {PARTS} parts of the blocks with its 95 % interval. {raw["machine"]},
+        {raw["versions"]}; load average {raw["load"]} at the end: other programs share the cores.
 
-        {markdown(head, lines)}
+        {markdown(["query", "off", "on", "on ÷ off"], lines)}
     """)
 
 
@@ -105,23 +149,18 @@ def main() -> None:
         "--work", type=Path, default=WORK / "serve", help="folder of indexes and queries"
     )
     parser.add_argument("--only", help="a word of the task's name; the results are not kept")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=15, help="after each start")
-    parser.add_argument("--starts", type=int, default=8, help="of both servers")
+    parser.add_argument("--rounds", type=int, default=240, help="blocks of each contestant")
     options = parser.parse_args()
     one_thread()
     options.work.mkdir(parents=True, exist_ok=True)
-    took: dict[str, list[Rounds]] = {
-        name: [] for name in TASKS if (options.only or "") in name and "JPEG" not in name
-    }
-    for _ in range(options.starts):
-        for name, starts in took.items():
-            starts.append(measure(name, options.work, options.seconds, options.rounds))
-            medians = {key: summary([start[key] for start in starts]) for key in starts[0]}
-            print(name, medians, flush=True)
-    raw = machine_of("faiss-cpu", "onnxruntime", "uvicorn", "starlette")
-    raw |= {"seconds": options.seconds, "rounds": options.rounds, "starts": options.starts}
-    raw |= {"tasks": took}
+    took: dict[str, dict[str, list[float]]] = {}
+    for name, make in TASKS.items():
+        if (options.only or "") in name and "JPEG" not in name:
+            task = make(options.work)
+            took[name] = asyncio.run(measure(task, options.work, options.rounds))
+            print(name, summary(took[name]), flush=True)
+    raw = machine_of("faiss-cpu", "onnxruntime", "starlette")
+    raw |= {"rounds": options.rounds, "tasks": took}
     finish("feedback_cost", raw, render(raw), keep=not options.only)
 
 

@@ -289,7 +289,7 @@ class Attacked:
         }
         settings = {"keys": folder / "keys", "audit": self.audit, "snapshots": self.snapshots}
         words = [word for name, path in settings.items() for word in (f"--{name}", str(path))]
-        words = [f"{STILL}={self.still}", *words, *options]
+        words = [f"{STILL}={self.still}", "--feedback", *words, *options]
         self.server = Server(self.index, self.log, *words, TMPDIR=str(self.temporary))
 
     def attack(self, generator: Generator, first: int = 0, proxy: Proxy | None = None) -> Attack:
@@ -335,6 +335,9 @@ class Attacked:
 
     def end(self, longest: float = GRACE + 0.5) -> list[str]:
         """End the server; return the faults of its end, indexes, snapshots and changes."""
+        from retrieval.errors import StoreError
+        from retrieval.feedback.record import FEEDBACK_FILE, FeedbackRecord
+
         took, code = self.server.end()
         faults = [f"the server took {took:.1f} s to end"] if took > longest else []
         faults += [f"the server ended with {code}"] if code else []
@@ -343,6 +346,11 @@ class Attacked:
             check = [sys.executable, "-m", "retrieval.cli", "index", "check", str(path)]
             done = subprocess.run(check, capture_output=True, text=True, cwd=path.parent)
             faults += [f"{path.name}: {done.stderr}"] if done.returncode else []
+        try:
+            with FeedbackRecord.open(self.index / FEEDBACK_FILE) as record:
+                record.judged()
+        except StoreError as error:
+            faults.append(str(error))
         lines = [json.loads(line) for line in self.audit.read_text(encoding="utf-8").splitlines()]
         begun = {line["request"] for line in lines if line["outcome"] == "begun"}
         ended = {line["request"] for line in lines if line["outcome"] != "begun"}

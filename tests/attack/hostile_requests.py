@@ -113,6 +113,7 @@ class Generator:
             (1, self._gallery),
             (3, self._question),
             (1, self._identify),
+            (1, self._feedback),
         ]
 
     def make(self, number: int) -> Request:
@@ -267,6 +268,22 @@ class Generator:
             ).encode()
             return Request("identify", named("POST", "/v1/identify", post(body)))
         return Request("identify", named("POST", "/v1/identify", post(body, FORM)))
+
+    def _feedback(self, chance: random.Random) -> Request:
+        many = chance.choice([1, 1000, 1001, 60_000])
+        id = chance.choice(["3/0003.png", "", "x" * 1001, "\ud800", "../../etc/passwd"])
+        short_id = id[:100]
+        lists = [[id], [short_id] * many, [[id]], id, None, {id: id}, [1] * many]
+        ids = ["A" * 22, "B" * 22, "A" * 5000, "' or 1=1; --", "", None, ["A" * 22]]
+        body = {
+            "search_id": chance.choice([*ids[:2], *ids]),
+            **{name: chance.choice(lists) for name in chance.sample(["liked", "clicked"], 2)},
+            "user": chance.choice(["ann", "u" * 65, "\u0000", "/", "\u202e" * 60, None, 5]),
+        }
+        if chance.random() < 0.5:
+            body = {"search_id": "C" * 22, "liked": ["3/0003.png"], "disliked": ["3/0004.png"]}
+        content = json.dumps(body).encode("utf-8", "surrogatepass")
+        return Request("feedback", named("POST", "/v1/feedback", post(content)))
 
     def _chunks(self, chance: random.Random) -> Request:
         body = form(bytes(chance.choice([10, 5000, 100_000])))
