@@ -86,7 +86,8 @@ class Worker:
         trials = self.record.trials(base_of(served))
         challenges = [trial for trial in trials if trial.kind == "challenge"]
         source = next((t for t in reversed(challenges) if _serves(served, t)), None)
-        if source is not None and source.tainted:
+        has_head = served.manifest.adapter is not None
+        if source is not None and source.tainted and has_head:
             self._serve(served, None)
             sentence = "Feedback behind the served metric was forgotten. The model serves alone."
             return Step("went back", sentence)

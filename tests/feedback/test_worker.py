@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clicks import digits, feedback_file, make_index, play, precision
-from retrieval.feedback.record import FeedbackRecord
+from retrieval.feedback.record import FeedbackRecord, Trial
 from retrieval.index.index import open_index
 from sklearn.datasets import load_digits
 
@@ -157,6 +157,30 @@ def test_what_a_forgotten_voter_taught_is_served_no_longer(switched, tmp_path):
         assert worker.step().action == "went back"
         assert worker.index.bundle.sha256 == base
         assert worker.step().action in ("on trial", "learned nothing")
+
+
+def test_the_model_alone_is_nothing_that_a_forgotten_voter_taught(empty, tmp_path):
+    with working(copy(empty, tmp_path)) as worker:
+        play(worker.index, worker.record, 30, 0)
+        base = worker.index.bundle.sha256
+        voter = min(worker.record.judged()[0].marks)
+        trial = worker.record.begin_trial(
+            Trial(
+                "challenge",
+                base,
+                base,
+                None,
+                "a head",
+                "base",
+                0.025,
+                1000,
+                voters=frozenset({voter}),
+            )
+        )
+        worker.record.close_trial(trial.n, "switched", {})
+        worker.record.forget(voter=voter)
+        assert worker.record.trials()[0].tainted
+        assert worker.step().action == "waits"
 
 
 def test_a_rollback_by_the_operator_withdraws_the_trial(switched, tmp_path):
