@@ -213,7 +213,7 @@ def render(raw: dict[str, Any]) -> str:
     names = ["pictures", "encoder, gallery", "MTEB `recall_at_1`", "Recall@1"]
     names += ["MTEB `map_at_1000`", "MAP@R"]
     return page(f"""
-        # MTEB's image retrieval beside the papers' protocol
+        # Image retrieval in MTEB and by the protocol of papers
 
         `python benchmarks/mteb_protocol.py`, {raw["versions"]}. The same embeddings, queries and
         gallery; each picture searches among all. *MTEB* is `hit_rate_at_1` with the flags of

@@ -21,7 +21,7 @@ from retrieval.store.contract import StorePlace
 @hookimpl
 def retrieval_stores() -> Factories:
     """A folder on this machine: SQLite stores the items, and FAISS speeds up large indexes."""
-    from retrieval.store.local import LocalPlace
+    from retrieval.store.local_place import LocalPlace
 
     return {"local": LocalPlace}
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 import weakref
@@ -29,13 +28,11 @@ from retrieval.base.arrays import Bools, Floats64, Ints
 from retrieval.base.timing import stage
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, StoreError, printable
-from retrieval.store.address import Address
 from retrieval.store.backends import make_backend
 from retrieval.store.contract import (
     MARGIN,
     Capability,
     Store,
-    StorePlace,
     Superseded,
     TooSlow,
     stop_at,
@@ -47,17 +44,19 @@ from retrieval.store.folder import (
     INDEX_FILE,
     add_generation,
     bytes_of,
-    create_local,
     identity_of,
     index_text,
     write_snapshot,
 )
 from retrieval.store.index_backend import recall_at_10
+from retrieval.store.item_rows import (
+    nearest_candidates,
+    renumber,
+    selected_numbers,
+    with_arrays,
+)
 from retrieval.store.items import (
-    BASE,
-    CODE,
     FEATURES,
-    NOT_SEARCHED,
     VECTOR,
     Candidates,
     Floats,
@@ -72,7 +71,6 @@ from retrieval.store.items import (
 from retrieval.store.masks import Masks, sql_of
 from retrieval.store.record import (
     ITEM_COLUMNS,
-    RECORD_FILE,
     Record,
     all_generations,
     ask,
@@ -193,7 +191,7 @@ class LocalStore(Store):
         # No other write can come between the view and this transaction, which has the lock.
         with self.record.writing() as (connection, seq), self.views.moment() as (_, view):
             generation = self._served_with(connection, bundle)
-            old = np.array(_selected(connection, ids, filter), np.int64)
+            old = np.array(selected_numbers(connection, ids, filter), np.int64)
             new = last_number(connection) + 1 + np.arange(len(old))
             for start in range(0, len(old), _CHANGED_AT_ONCE):
                 if time.monotonic() > stop_at():
@@ -202,7 +200,7 @@ class LocalStore(Store):
                         " change fewer items at a time."
                     )
                 block = slice(start, start + _CHANGED_AT_ONCE)
-                _renumber(connection, seq, old[block].tolist(), new[block].tolist(), changes)
+                renumber(connection, seq, old[block].tolist(), new[block].tolist(), changes)
             has_arrays = view.runs.rows_of(old) >= 0
             embedded = old[has_arrays]
 
@@ -249,7 +247,7 @@ class LocalStore(Store):
         """Delete items; see `Store`."""
         self._begin_to_write()
         with self.record.writing() as (connection, seq):
-            numbers = _selected(connection, ids, filter)
+            numbers = selected_numbers(connection, ids, filter)
             remove(connection, seq, numbers)
         self.upkeep.wake()
         return len(numbers)
@@ -271,7 +269,7 @@ class LocalStore(Store):
                 return {item.id: item for item in map(from_row, ask(connection, sql, names))}
         with self.views.moment() as (connection, view):
             rows = ask(connection, sql, names)
-            return {item.id: item for item in _with_arrays(connection, rows, view)}
+            return {item.id: item for item in with_arrays(connection, rows, view)}
 
     def original(self, id: str) -> bytes | None:
         """Return the stored bytes of an original; see `Store`."""
@@ -413,7 +411,9 @@ class LocalStore(Store):
             else:
                 distances = np.sqrt(squared[query, : len(items)])
             rows_of_query = rows_of_queries[query]
-            candidates.append(_sorted(view, items, rows_of_query, distances, count, arrays))
+            candidates.append(
+                nearest_candidates(view, items, rows_of_query, distances, count, arrays)
+            )
         return candidates
 
     def _items_of(
@@ -480,7 +480,7 @@ class LocalStore(Store):
             sql = f"select {ITEM_COLUMNS} from items where n > ? order by n limit ?"
             rows = ask(connection, sql, (upto_of(connection, generation.number), limit))
             self._pending[generation.number] = {row[1]: row[0] for row in rows}
-            return _with_arrays(connection, rows, view, (FEATURES,))
+            return with_arrays(connection, rows, view, (FEATURES,))
 
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
@@ -770,87 +770,6 @@ class LocalStore(Store):
             )
 
 
-def _selected(connection: apsw.Connection, ids: Iterable[str], filter: Filter | None) -> list[int]:
-    """Return the sorted numbers of the items that have one of the ids or match the filter."""
-    numbers = set(numbers_of(connection, ids))
-    if filter is not None:
-        condition, values = sql_of(connection, filter)
-        sql = f"select n from items where {condition}"
-        numbers |= {n for (n,) in ask(connection, sql, values)}
-    return sorted(numbers)
-
-
-def _renumber(
-    connection: apsw.Connection,
-    seq: int,
-    old: list[int],
-    new: list[int],
-    changes: Mapping[str, Any],
-) -> None:
-    """Change items in the record, which gives them new numbers; both lists ascend."""
-    sql = f"select {ITEM_COLUMNS} from items where n in (select value from json_each(?)) order by n"
-    rows = ask(connection, sql, (json.dumps(old),))
-    items = [from_row(row).changed(changes) for row in rows]
-    texts = checked(items, {})
-    # Before `remove`, which would delete the originals.
-    moves = zip(new, old, strict=True)
-    connection.executemany("update originals set n = ? where n = ?", moves)
-    remove(connection, seq, old)
-    insert(connection, items, texts)
-
-
-def _with_arrays(
-    connection: apsw.Connection,
-    rows: Sequence[Any],
-    view: View,
-    names: Sequence[str] = (VECTOR, CODE, BASE, FEATURES),
-) -> list[Item]:
-    """Return rows of the record as items with the named arrays."""
-    numbers = np.array([row[0] for row in rows], np.int64)
-    arrays, present = view.read(connection, numbers, names)
-    items = []
-    for position, (row, has_arrays) in enumerate(zip(rows, present.tolist(), strict=True)):
-        row_arrays = {}
-        if has_arrays:
-            row_arrays = {name: array[position] for name, array in arrays.items()}
-        items.append(from_row(row, row_arrays))
-    return items
-
-
-def _sorted(
-    view: View,
-    items: list[Item],
-    rows: Ints,
-    distances: Floats64 | None,
-    count: int,
-    arrays: bool,
-) -> Candidates:
-    """Order one query's items by id, or by distance and then id, and keep the nearest `count`.
-
-    `arrays` is that of `Store.propose`.
-    """
-    if distances is None:
-        keys = [0.0] * len(items)
-    else:
-        keys = distances.tolist()
-    if len(set(keys)) < len(keys):
-        order = sorted(range(len(keys)), key=lambda position: (keys[position], items[position].id))
-        items = [items[position] for position in order]
-        rows = rows[order]
-    if distances is not None:
-        items = items[:count]
-        rows = rows[:count]
-        distances = distances[:count]
-        if not arrays:
-            return Candidates(items, {}, distances)
-    contents = {}
-    for name, file in view.arrays.items():
-        if name not in NOT_SEARCHED:
-            with file.reading(view.rows) as content:
-                contents[name] = content[rows]
-    return Candidates(items, contents, distances)
-
-
 def _is_served(connection: apsw.Connection, generation: Generation) -> bool:
     """Return whether a generation is served; raise if it was dropped."""
     sql = "select state from generations where g = ?"
@@ -886,45 +805,3 @@ os.register_at_fork(
     after_in_parent=_after_fork_in_parent,
     after_in_child=_after_fork_in_child,
 )
-
-
-class LocalPlace(StorePlace):
-    """A folder on a local disk: SQLite stores the items, FAISS speeds up large indexes.
-
-    The path of the folder is also a valid address.
-
-    Args:
-        address: `local:///data/photos.index`.
-        plugins: files or modules of index back ends that are not installed.
-    """
-
-    def __init__(self, address: Address, plugins: Sequence[str] = ()) -> None:
-        super().__init__(address)
-        self.folder = Path(address.path)
-        self._plugins = plugins
-
-    def exists(self) -> bool:
-        """Return whether the index exists; see `StorePlace`."""
-        return (self.folder / INDEX_FILE).is_file() and (self.folder / RECORD_FILE).is_file()
-
-    def create(
-        self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
-    ) -> LocalStore:
-        """Create an empty index; see `StorePlace`."""
-        create_local(self.folder, bundle, widths, identity=identity)
-        return self.open()
-
-    def open(self) -> LocalStore:
-        """Open the index; see `StorePlace`."""
-        return LocalStore(self.folder, plugins=self._plugins)
-
-    def drop(self) -> None:
-        """Delete the folder; see `StorePlace`."""
-        if not self.exists():
-            return
-        try:
-            shutil.rmtree(self.folder)
-        except OSError as fault:
-            raise StoreError(
-                f"The index {self.folder} cannot be deleted: {fault.strerror or fault}."
-            ) from None

@@ -9,11 +9,11 @@ from retrieval.errors import PluginError, StoreError
 from retrieval.store.address import Address, place_of
 from retrieval.store.contract import widths_of
 from retrieval.store.find_store import find_store, store_place
-from retrieval.store.local import LocalPlace
+from retrieval.store.local_place import LocalPlace
 
 SHELF = """
 from retrieval.plugin import hookimpl
-from retrieval.store.local import LocalPlace
+from retrieval.store.local_place import LocalPlace
 
 class Shelf(LocalPlace):
     def __init__(self, address, timeout: int = 1) -> None:

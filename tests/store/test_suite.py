@@ -10,7 +10,8 @@ from retrieval.errors import DataError
 from retrieval.store.address import Address
 from retrieval.store.contract import VECTOR, Item
 from retrieval.store.filters import Filter
-from retrieval.store.local import LocalPlace, LocalStore
+from retrieval.store.local import LocalStore
+from retrieval.store.local_place import LocalPlace
 
 from retrieval_engines.testing import StoreSuite
 
