@@ -135,9 +135,11 @@ def render(raw: dict[str, Any]) -> str:
         `python benchmarks/feedback_cost.py`: CPU milliseconds (user and system) per search of the
         server's application without and with `--feedback`, in one process, in turns:
         {raw["rounds"]} blocks of {BLOCK} searches each, of which the fastest quarter counts. A
-        block ends when its searches are written. Requests do not pass a socket. *On ÷ off* is the
-        mean of {PARTS} parts of the blocks with its 95 % interval. {raw["machine"]},
-        {raw["versions"]}; load average {raw["load"]} at the end: other programs share the cores.
+        block ends when its searches are written. Requests do not pass a socket, and the process
+        that decodes images is not counted: over HTTP a search costs more, and feedback the same.
+        *On ÷ off* is the mean of {PARTS} parts of the blocks with its 95 % interval.
+        {raw["machine"]}, {raw["versions"]}; load average {raw["load"]} at the end:
+        other programs share the cores.
 
         {markdown(["query", "off", "on", "on ÷ off"], lines)}
     """)
