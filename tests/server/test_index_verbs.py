@@ -134,7 +134,7 @@ MISTAKES = [
     (["list", "d.index", "--filter", "prise <"], "expected a value"),
     (["list", "d.index", "--filter", "prise < 3"], "No item of this index has a field 'prise'"),
     (["delete", "d.index"], "either ids or --filter"),
-    (["create", "x", "digits"], "either --bundle BUNDLE or --model NAME"),
+    (["create", "x", "digits"], "either --bundle BUNDLE or --model ADDRESS"),
     (["migrate", "d.index"], "Name the bundle to migrate to"),
     (["duplicates", "d.index", "--within", "-1"], "--within"),
     (["duplicates", "d.index", "--within", "0", "--reviewed", "gone.json"], "No such file"),
@@ -176,7 +176,8 @@ def test_the_json_of_every_verb(answer, makers, bundle_path, cli):
 
     other = makers.make_bundle(Path("other"), seed=5)
     moved = answer("migrate", "d.index", other)
-    assert moved == {"generation": 2, "embedded": 30 - count, "skipped": [], "from_features": 0}
+    embedded = {"embedded": 30 - count, "from_features": 0, "from_vectors": 0}
+    assert moved == {"generation": 2, "skipped": [], **embedded}
     assert answer("rollback", "d.index") == moved | {"generation": 1, "embedded": 0}
     first = sorted(Path("digits/4").iterdir())[0]
     first.unlink()
