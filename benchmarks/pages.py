@@ -146,7 +146,7 @@ def identify_broken() -> str:
 
 def mteb_scores() -> str:
     """MTEB's hit rates beside Recall@1, and its scores of similar names."""
-    title = "MTEB's image retrieval"
+    title = "Image retrieval in MTEB"
     return f"""{whole(rows("mteb_protocol", title))}
 
 A query's own picture is *not alone at the top* if another picture is at least as similar. Scores of

@@ -138,7 +138,12 @@ class MomentLearner(LinearMap):
 
 @dataclass(eq=False, repr=False)
 class Diagonal(MomentLearner):
-    """A weight for each feature, learned from triplets; see `MomentLearner`."""
+    """A weight for each feature, learned from triplets; see `MomentLearner`.
+
+    Args:
+        strength: largest change, the limit of c.
+        prior: number of triplets at which half of it is reached.
+    """
 
     def _root(self, sum_: Floats64, difference: Floats64) -> Floats64:
         return np.diag(np.exp(np.diag(difference) / np.diag(sum_) / 2))
@@ -149,6 +154,8 @@ class LowRank(MomentLearner):
     """A linear map that differs from the identity along a few directions; see `MomentLearner`.
 
     Args:
+        strength: largest change, the limit of c.
+        prior: number of triplets at which half of it is reached.
         rank: number of directions that change, those with the largest change.
     """
 

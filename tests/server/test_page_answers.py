@@ -58,6 +58,7 @@ def test_the_page_opens_on_the_newest_items_and_goes_on_at_the_end(page, digits)
     scroll(page)
     count_is(page, 120)
     for count in (180, 200):
+        page.wait_for_function("() => !isLoading")
         page.locator("#more").focus()
         page.keyboard.press("Enter")
         count_is(page, count)
