@@ -117,7 +117,7 @@ def head_of(learner: Any, vectors: Floats32) -> bytes:
         BundleError: torch cannot export it, or the learner compares embeddings in another way than
             by their Euclidean distance.
     """
-    from retrieval.export.verify import encoder_graph, torch_outputs
+    from retrieval.export.agreement import encoder_graph, torch_outputs
     from retrieval.model.graph import TOLERANCE, Encoder, ready
     from retrieval.model.model import Model
 

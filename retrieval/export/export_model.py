@@ -37,7 +37,7 @@ from retrieval.bundle.manifest import (
 )
 from retrieval.bundle.probe import WIDEST, probe_of
 from retrieval.errors import BundleError
-from retrieval.export import verify
+from retrieval.export import agreement
 from retrieval.export.variants import VariantName, check_drift, make_variant, measure
 from retrieval.model.contracts import Combiner
 from retrieval.model.graph import (
@@ -149,10 +149,10 @@ class _Export:
         self.tolerance = tolerance
         self.step = step
         self._encoder = Encoder(model).eval()
-        self.outputs = verify.torch_outputs(self._encoder, items)
+        self.outputs = agreement.torch_outputs(self._encoder, items)
         # first: no graph of such a model could agree, and the exporter would be blamed
-        verify.check_repeatable(self._encoder, items, self.outputs, tolerance)
-        verify.check_combiner(model, items, self.outputs)
+        agreement.check_repeatable(self._encoder, items, self.outputs, tolerance)
+        agreement.check_combiner(model, items, self.outputs)
         self.files: dict[str, bytes] = {}
         self.differences: dict[str, float] = {}
         self.rescore: Callable[[Floats32, Floats32], Floats32] | None = None
@@ -165,7 +165,7 @@ class _Export:
         self, what: str, module: Encoder, items: Array, outputs: Mapping[str, Floats32]
     ) -> bytes:
         self.step(f"exporting the {what} and comparing it with torch")
-        graph, difference = verify.encoder_graph(module, items, outputs, self.tolerance, what)
+        graph, difference = agreement.encoder_graph(module, items, outputs, self.tolerance, what)
         self.differences[f"{what}.onnx"] = difference
         return graph
 
@@ -175,7 +175,7 @@ class _Export:
         The bytes of the backbone's graph do not depend on the head.
         """
         backbone = FeatureEncoder(self.model).eval()
-        features = verify.torch_outputs(backbone, self.items)
+        features = agreement.torch_outputs(backbone, self.items)
         first = self._graph("backbone", backbone, self.items, features)
         head = Encoder(self.model, from_features=True).eval()
         second = self._graph("head", head, features["features"], self.outputs)
@@ -187,9 +187,9 @@ class _Export:
             return list(run_head(names, {"input": features}))
 
         # each half agrees with torch, but the head's rounding adds to that of the backbone
-        worst = verify.compare_encoder(self.outputs, run, self.items)
+        worst = agreement.compare_encoder(self.outputs, run, self.items)
         try:
-            verify.refuse_difference(worst, self._encoder, self.tolerance)
+            agreement.refuse_difference(worst, self._encoder, self.tolerance)
         except BundleError as fault:
             raise BundleError(f"The encoder cannot be split. {fault}") from fault
         self.differences["head.onnx"] = max(worst.value, self.differences["head.onnx"])
@@ -209,7 +209,9 @@ class _Export:
         self.step("exporting the rescorer and comparing it with torch")
         name = "rescorer.onnx"
         item_codes = self.outputs["code"]
-        graph, self.differences[name] = verify.rescorer_graph(combiner, item_codes, self.tolerance)
+        graph, self.differences[name] = agreement.rescorer_graph(
+            combiner, item_codes, self.tolerance
+        )
         self.files[name] = graph
         run = session(graph).run
         self.rescore = lambda query, items: run(["distance"], {"query": query, "items": items})[0]
@@ -218,7 +220,7 @@ class _Export:
         return RescorerEntry(
             file=name,
             candidates=combiner.choose_candidates(codes),
-            overlap=verify.candidate_overlap(combiner, codes),
+            overlap=agreement.candidate_overlap(combiner, codes),
             items=len(codes),
         )
 
@@ -239,7 +241,7 @@ class _Export:
         outputs = []
         for content in (encoder, graph, *emulations):
             run = session(content).run
-            outputs.append(verify.onnx_outputs(run, list(self.outputs), self.items))
+            outputs.append(agreement.onnx_outputs(run, list(self.outputs), self.items))
         return measure(file, outputs[0], outputs[1:], labels, self.rescore, combiner)
 
     def description(self) -> dict[str, Any]:
@@ -264,7 +266,7 @@ class _Export:
             "vector": vector.shape[1],
             "code": None if code is None else code.shape[1],
             "query_vectors": "query" in self.outputs,
-            "normalized": verify.is_normalized(vector),
+            "normalized": agreement.is_normalized(vector),
             "distance": DistanceEntry(name=name, exact=settings.exact, measure=settings.measure),
             "subspaces": tuple(SubspaceEntry(**vars(space)) for space in settings.subspaces),
             "merge": settings.merge,
@@ -382,9 +384,9 @@ def _checked(
         if variant not in get_args(VariantName):
             names = " and ".join(get_args(VariantName))
             raise BundleError(f"There is no variant '{variant}'; there are {names}.")
-    items = verify.checked(model, items, "items")
+    items = agreement.checked(model, items, "items")
     if calibration is not None:
-        calibration = verify.checked(model, calibration, "calibration items")
+        calibration = agreement.checked(model, calibration, "calibration items")
     if "int8" in options.names and calibration is None:
         raise BundleError(
             "The int8 variant cannot be made without calibration items from the training set."

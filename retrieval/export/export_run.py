@@ -18,8 +18,8 @@ from retrieval.bundle.encoder import BundleEncoder
 from retrieval.data.loading import inputs
 from retrieval.data.stored_inputs import StoredInputs, by_class, evenly_spaced
 from retrieval.errors import BundleError, valid_text
+from retrieval.export.agreement import is_normalized
 from retrieval.export.export_model import ExportOptions, export_model
-from retrieval.export.verify import is_normalized
 from retrieval.model.graph import ready
 from retrieval.model.model import Model, Normalise, Prefix
 from retrieval.run.open import ItemCodes, Run

@@ -113,7 +113,7 @@ class Inner(Combiner):
 def older_exporter():
     """torch's older exporter, whose graphs are the same and take a thirtieth of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("retrieval.export.verify.EXPORTERS", ("torchscript",))
+        patch.setattr("retrieval.export.agreement.EXPORTERS", ("torchscript",))
         yield
 
 

@@ -13,7 +13,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.manifest import read_manifest
 from retrieval.bundle.probe import input_of, pattern_of, probe_fault
 from retrieval.errors import BundleError
-from retrieval.export import verify
+from retrieval.export import agreement
 from retrieval.export.export_model import export_model
 from retrieval.model.model import Model
 from torch import nn
@@ -151,7 +151,7 @@ def test_the_callers_model_stays_and_the_graph_names_no_place_of_this_machine(
     before = {name: value.clone() for name, value in net.state_dict().items()}
     encoded = []
     for exporter in ("dynamo", "torchscript"):
-        monkeypatch.setattr(verify, "EXPORTERS", (exporter,))
+        monkeypatch.setattr(agreement, "EXPORTERS", (exporter,))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             export_model(net, digits[0][:40], tmp_path / exporter, name="net")
@@ -175,11 +175,11 @@ def test_the_older_exporter_is_taken_where_the_present_one_fails(
             return x * 2
 
     model = Model(parts.Vectors(), Breaks())
-    monkeypatch.setattr(verify, "EXPORTERS", ("dynamo", "torchscript"))
+    monkeypatch.setattr(agreement, "EXPORTERS", ("dynamo", "torchscript"))
     export_model(model, vectors[0][:9], tmp_path / "b", name="b")
     properties = onnx.load(tmp_path / "b" / "encoder.onnx").metadata_props
     assert {entry.key: entry.value for entry in properties} == {"exporter": "torchscript"}
-    monkeypatch.setattr(verify, "EXPORTERS", ("dynamo",))
+    monkeypatch.setattr(agreement, "EXPORTERS", ("dynamo",))
     with pytest.raises(BundleError, match="cannot be exported"):
         export_model(model, vectors[0][:9], tmp_path / "c", name="c")
     assert not (tmp_path / "c").exists()

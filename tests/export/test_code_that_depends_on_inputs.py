@@ -11,7 +11,7 @@ import pytest
 import torch
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BundleError
-from retrieval.export import verify
+from retrieval.export import agreement
 from retrieval.model.graph import Signature, to_onnx
 from retrieval.model.model import Model
 from torch import nn
@@ -124,7 +124,7 @@ def test_code_that_reads_numbers_is_refused_with_its_line(parts, vectors, refuse
 
 
 def test_the_line_is_named_if_no_exporter_works(parts, vectors, refused, monkeypatch):
-    monkeypatch.setattr(verify, "EXPORTERS", ("dynamo", "torchscript"))
+    monkeypatch.setattr(agreement, "EXPORTERS", ("dynamo", "torchscript"))
     head = Code(lambda x: -x if x.max() > 1e4 else x)
     says = r"reads numbers .* line \d+: `head = Code\(lambda x: -x if x\.max"
     refused(Model(parts.Vectors(), head), vectors[0][:40], says)

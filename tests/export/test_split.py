@@ -12,7 +12,7 @@ from exporting import export_backbone
 from retrieval import train
 from retrieval.bundle.bundle import Bundle
 from retrieval.cli.app import app
-from retrieval.export import verify
+from retrieval.export import agreement
 from retrieval.export.export_model import export_model
 from retrieval.export.export_run import export
 from retrieval.model.model import Model, Normalise, build_head
@@ -56,7 +56,7 @@ def test_a_split_bundle_gives_what_the_whole_one_gives(combiner, net, digits, pa
 
 def test_the_backbone_is_the_same_file_under_any_head_and_items(net, digits, tmp_path, monkeypatch):
     """By the default exporter of torch, whose graph is the same to the byte."""
-    monkeypatch.setattr(verify, "EXPORTERS", ("dynamo",))
+    monkeypatch.setattr(agreement, "EXPORTERS", ("dynamo",))
     found = []
     for number, head in enumerate((build_head(96, 5, (12,)), nn.Identity())):
         place = tmp_path / str(number)

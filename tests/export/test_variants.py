@@ -54,7 +54,7 @@ BOTH = ["fp16", "int8"]
 def test_drift_and_recall_are_measured_on_the_items(
     trained, digits, tmp_path, exporter, exported, monkeypatch
 ):
-    monkeypatch.setattr("retrieval.export.verify.EXPORTERS", (exporter,))
+    monkeypatch.setattr("retrieval.export.agreement.EXPORTERS", (exporter,))
     held_out, labels = digits[0][150:], digits[1][150:]
     options = {"labels": labels, "calibration": digits[0][:150], "variants": BOTH}
     manifest = exported(trained, held_out, **options)

@@ -129,7 +129,7 @@ def test_two_processes_train_and_export_the_same(make, trains_as_one, tmp_path, 
     train_run(tmp_path / "whole", make(**tables))
     assert apart(tmp_path / "whole", tmp_path / "chunked one") < 2e-5
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
-    monkeypatch.setattr("retrieval.export.verify.EXPORTERS", ("torchscript",))
+    monkeypatch.setattr("retrieval.export.agreement.EXPORTERS", ("torchscript",))
     vectors = []
     for name in ("whole", "chunked one"):
         export(Run.open(tmp_path / name), progress=False)
