@@ -361,21 +361,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the checked manifest of a bundle, without checking the other files.
-
-    Raises:
-        BundleError: the folder is not a bundle, or its manifest has another format version, was
-            altered, or has problems; the message lists them.
-    """
-    return opened_whole(folder, lambda: parse_manifest(folder / FILE, manifest_text(folder)))
-
-
 def parse_manifest(path: Path, text: bytes) -> Manifest:
-    """Parse and check a manifest.
+    """Return the checked manifest of a bundle; its files are not checked.
+
+    Args:
+        path: the manifest's file, for errors.
+        text: its content.
 
     Raises:
-        BundleError: see `read_manifest`.
+        BundleError: the manifest has another format version, was altered, or has problems; the
+            message lists them.
     """
     content = parse_json(text, path, "bundle", BundleError, frozenset({MANIFEST_FORMAT}))
     try:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from exporting import export_backbone
+from makers import read_manifest
 from PIL import Image
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.manifest import read_manifest
 from retrieval.cli.app import app
 from retrieval.errors import BundleError, DataError, PluginError, RecipeError
 from retrieval.export import export_backbone as exporting, export_model

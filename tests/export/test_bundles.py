@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from makers import read_manifest
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.manifest import read_manifest
 from retrieval.bundle.probe import input_of, pattern_of, probe_fault
 from retrieval.errors import BundleError
 from retrieval.export import agreement

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from makers import read_manifest
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.manifest import read_manifest
 from retrieval.cli.app import app
 from retrieval.export import export_run as runs
 from retrieval.run.open import Run

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from retrieval.bundle.manifest import (
+    FILE,
     Cosine,
     DistanceEntry,
     Input,
@@ -21,7 +22,7 @@ from retrieval.bundle.manifest import (
     Variant,
     Verified,
     checksum_of,
-    read_manifest,
+    parse_manifest,
     write_manifest,
 )
 from retrieval.images.preprocessing import Preprocessing
@@ -168,6 +169,10 @@ def cut_in_two(path: Path) -> Path:
     entry = SplitEntry(backbone="backbone.onnx", head="head.onnx", features=64)
     write_manifest(path, read_manifest(path).model_copy(update={"encoder": None, "split": entry}))
     return path
+
+
+def read_manifest(folder: Path) -> Manifest:
+    return parse_manifest(folder / FILE, (folder / FILE).read_bytes())
 
 
 def put_graph(bundle: Path, model: bytes) -> None:

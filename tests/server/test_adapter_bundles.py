@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from makers import read_manifest
 from onnx import TensorProto, helper
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.manifest import read_manifest, write_manifest
+from retrieval.bundle.manifest import write_manifest
 from retrieval.bundle.probe import probe_fault, probe_of
 from retrieval.errors import BundleError, DataError
 from retrieval.index.adapter_bundles import make_adapter_bundle, write_base

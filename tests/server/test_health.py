@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import wire
+from makers import read_manifest
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.manifest import read_manifest, write_manifest
+from retrieval.bundle.manifest import write_manifest
 from retrieval.bundle.probe import coded, probe_fault, probe_of, vector_of
 from retrieval.errors import BundleError
 from retrieval.index.index import create_index, open_index

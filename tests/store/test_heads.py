@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from makers import read_manifest
 from onnx import numpy_helper
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.manifest import read_manifest, write_manifest
+from retrieval.bundle.manifest import write_manifest
 from retrieval.errors import BundleError, DataError, StoreError
 from retrieval.index import migrating
 from retrieval.index.index import Index, create_index
