@@ -57,17 +57,19 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Losses of rankings, neighbourhoods, mixtures, views, a teacher, or very many classes."""
+    """Losses of rankings, neighbours, mixtures, views, texts, a teacher, or very many classes."""
     return {
         "barlow_twins": "retrieval_core.barlow_twins:BarlowTwins",
         "contextual": "retrieval_core.contextual_loss:Contextual",
         "distillation": "retrieval_core.distillation_loss:distillation",
+        "info_nce": "retrieval_core.text_losses:InfoNCE",
         "matryoshka": "retrieval_core.matryoshka_loss:matryoshka",
         "metrix": "retrieval_core.metrix_loss:Metrix",
         "metrix_multi_similarity": "retrieval_core.metrix_loss:MetrixMultiSimilarity",
         "metrix_proxy_anchor": "retrieval_core.metrix_loss:MetrixProxyAnchor",
         "partial_fc": "retrieval_core.partial_fc:PartialFC",
         "recall_at_k": "retrieval_core.recall_loss:RecallAtK",
+        "sigmoid_loss": "retrieval_core.text_losses:SigmoidLoss",
     }
 
 
