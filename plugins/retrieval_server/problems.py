@@ -59,6 +59,16 @@ def no_item(where: str = "There") -> RequestError:
     return RequestError(404, f"{where} is no such item.")
 
 
+def refuse_other_bundle(expected: str | None, served: str) -> None:
+    """Raise a RequestError if a request expects another bundle than the one that is served."""
+    if expected not in (None, served):
+        raise RequestError(
+            409,
+            f"This index holds vectors of the bundle {served}, not of {expected}: vectors of"
+            " different bundles cannot be compared. Encode with this index's bundle.",
+        )
+
+
 def problem_json(
     status: int, sentence: str, request_id: str, members: Mapping[str, Any] | None = None
 ) -> bytes:

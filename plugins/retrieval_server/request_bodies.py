@@ -23,7 +23,7 @@ from retrieval.index import query as questions
 from retrieval.store.filters import Filter, as_filter
 from starlette.requests import Request
 
-from retrieval_server.problems import RequestError, busy
+from retrieval_server.problems import RequestError, busy, refuse_other_bundle
 from retrieval_server.settings import (
     BODY_MEMORY,
     BODY_SECONDS,
@@ -73,6 +73,12 @@ FieldName = Annotated[str | None, Field(max_length=1000, description="the name o
 User = Annotated[
     str | None,
     Field(min_length=1, max_length=64, description="text of 1 to 64 characters that names a user"),
+]
+BundleName = Annotated[
+    str | None,
+    Field(
+        pattern="^[0-9a-f]{64}$", description="the SHA-256 of a bundle, in 64 hexadecimal digits"
+    ),
 ]
 Label = Annotated[str | None, Field(description="text, or null for none")]
 Keep = Literal["copy", "thumbnail", "nothing"]
@@ -137,6 +143,7 @@ class Options(JsonBody):
     ] = None
     scores: Annotated[bool, Field(description="true or false")] = False
     user: User = None
+    bundle: BundleName = None
 
 
 class SearchOptions(Options):
@@ -147,7 +154,7 @@ class SearchOptions(Options):
 
 
 _QUESTION = SearchOptions.model_fields.keys() - {
-    *("k", "filter", "candidates", "fields", "explain", "user")
+    *("k", "filter", "candidates", "fields", "explain", "user", "bundle")
 }
 """Names of the options that take more than the search of the nearest items."""
 
@@ -187,6 +194,7 @@ class IdentifyOptions(JsonBody):
 
     far: Annotated[float, Field(gt=0, lt=1, description="a number between 0 and 1")] = 0.01
     fields: Names = None
+    bundle: BundleName = None
 
 
 class IdentifyBody(IdentifyOptions, QueryBody):
@@ -242,6 +250,7 @@ class ItemBody(ItemFields):
     """An item with a vector."""
 
     vector: Annotated[Vector, Field(description=_VECTOR)]
+    bundle: BundleName = None
 
 
 class NamedImage(ItemFields):
@@ -563,6 +572,11 @@ class NewItem(NamedTuple):
     image: bytes | None = None
     vector: Sequence[float] | None = None
     keep: Keep = "nothing"
+    bundle: str | None = None
+
+    def require_bundle(self, served: str) -> None:
+        """Raise a RequestError if the vector is of another bundle than the one that is served."""
+        refuse_other_bundle(self.bundle, served)
 
 
 def changes_of(body: Body) -> dict[str, Any]:

@@ -67,19 +67,24 @@ class Results(Sequence[Hit]):
 
 @dataclass(frozen=True, repr=False)
 class SearchAnswer(Results):
-    """Hits of a search, nearest first, and the time that the server took in milliseconds."""
+    """Hits of a search, nearest first, and the time that the server took in milliseconds.
+
+    `bundle` is the SHA-256 of the bundle whose vectors were compared.
+    """
 
     took_ms: float
     explain: dict[str, Any] | None = None
+    bundle: str | None = None
 
 
 @dataclass(frozen=True)
 class BatchAnswer:
-    """Hits of several searches, in the order of the queries."""
+    """Hits of several searches, in the order of the queries; `bundle` is as in a search."""
 
     answers: tuple[Results, ...]
     took_ms: float
     explain: dict[str, Any] | None = None
+    bundle: str | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,6 +102,7 @@ class IdentifyAnswer(Results):
     second: str | None
     stale: bool
     took_ms: float
+    bundle: str | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,8 @@ class EmbeddingsAnswer:
 class ItemAnswer:
     """An item with the size of its original image and, if requested, its vector.
 
-    `bytes`, `sha256`, `width` and `height` are those of the original.
+    `bytes`, `sha256`, `width` and `height` are those of the original. `bundle` is the SHA-256 of
+    the bundle that computed the vector.
     """
 
     id: str
@@ -153,6 +160,7 @@ class ItemAnswer:
     thumbnail_url: str | None
     sha256: str | None = None
     vector: tuple[float, ...] | None = None
+    bundle: str | None = None
 
 
 @dataclass(frozen=True)

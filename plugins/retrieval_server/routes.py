@@ -42,7 +42,7 @@ from retrieval_server.access import Caller, needed_role
 from retrieval_server.decoder_processes import Kind as PictureKind
 from retrieval_server.feedback import FeedbackBody, NotedHits, voter_of
 from retrieval_server.openapi import OPERATIONS, document
-from retrieval_server.problems import RequestError, busy, no_item
+from retrieval_server.problems import RequestError, busy, no_item, refuse_other_bundle
 from retrieval_server.request_bodies import Body, BodyMemory, Kind, Query
 from retrieval_server.served_index import Served
 from retrieval_server.settings import (
@@ -144,11 +144,13 @@ class Routes:
             return query._replace(voter=voter_of(key, getattr(query.options, "user", None)))
 
         def finish(query: Query, answers: Sequence[Any], index: Index) -> bytes:
+            refuse_other_bundle(query.options.bundle, index.bundle.sha256)
             if _shows_drift(query, answers):
                 served.drift.note(index.bundle.sha256, answers)
             options = query.options
             results = [_result_json(answer, options, served, prefix) for answer in answers]
             content: dict[str, Any] = {"answers": results} if batch else results[0]
+            content["bundle"] = index.bundle.sha256
             content["took_ms"] = round(1000 * (perf_counter() - began), 2)
             if getattr(options, "explain", False):
                 content["explain"] = _explanation()
@@ -254,13 +256,19 @@ class Routes:
             raise RequestError(400, '"vector" must be true or false.')
 
         def work(index: Index) -> dict[str, Any]:
+            bundle = index.follow()
             item = index.get([id], arrays=with_vector).get(id)
+            # After a migration, the vector may belong to the new bundle.
+            while with_vector and index.follow() is not bundle:
+                bundle = index.follow()
+                item = index.get([id], arrays=True).get(id)
             if item is None:
                 raise no_item()
             members = _item_json(served, item, prefix)
             if with_vector:
                 vector = item.arrays.get("vector")
                 members["vector"] = None if vector is None else vector.tolist()
+                members["bundle"] = bundle.sha256
             return members
 
         async with self._deadline(request):

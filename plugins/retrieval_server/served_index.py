@@ -602,6 +602,8 @@ def _rows(
 ) -> list[dict[str, Floats]]:
     """Return the arrays that the index stores for each item."""
     manifest = bundle.manifest
+    for item in items:
+        item.require_bundle(bundle.sha256)
     if images:
         inputs: NDArray[Any] = np.stack([image.pixels for image in images])
     elif manifest.input.kind == "features":

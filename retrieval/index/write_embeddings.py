@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from retrieval.base.photo_files import path_text
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.runtime import Device, installed_version
 from retrieval.bundle.bundle import Bundle
+from retrieval.bundle.identity import identity_metadata
 from retrieval.errors import DataError, at_least_one, printable_json, valid_text
 from retrieval.host.processes import cluster_at, refuse_node
 from retrieval.images.decoding import Limits
@@ -251,7 +252,9 @@ class _PartEmbedder:
     def __call__(self, part: _Part) -> tuple[int, BadItems]:
         """Embed and write a part; return its number, and its items that cannot be used."""
         results = self._embedded(part.items, part.features)
-        return part.number, write_part(self.folder, self.plan, part.number, part.items, results)
+        identity = identity_metadata(self.bundle)
+        bad = write_part(self.folder, self.plan, part.number, part.items, results, identity)
+        return part.number, bad
 
     def _embedded(self, items: Sequence[Source], features: Floats32 | None) -> list[Result]:
         contents = originals(items, features)
@@ -348,8 +351,12 @@ def write_part(
     number: int,
     part: Sequence[Source],
     results: Sequence[Result],
+    identity: Mapping[bytes, bytes] = {},
 ) -> BadItems:
-    """Write a part atomically; return its items that cannot be used."""
+    """Write a part atomically; return its items that cannot be used.
+
+    `identity` is the bundle's entry of the file's metadata; see `identity_metadata`.
+    """
     bad = [
         {"key": source.id, "source": source.name[:2000], "fault": fault[:_FAULT_CHARACTERS]}
         for source, (_, fault) in zip(part, results, strict=True)
@@ -358,7 +365,7 @@ def write_part(
     pa = pyarrow()
     table = _table(pa, plan, [item for item, fault in results if fault is None])
     note = {"plan": _plan_hash(plan), "part": number, "bad": bad}
-    table = table.replace_schema_metadata({_NOTE_KEY: json.dumps(note).encode()})
+    table = table.replace_schema_metadata({_NOTE_KEY: json.dumps(note).encode(), **identity})
     # Compress only text; vectors look random and would not shrink.
     texts = [name for name in table.schema.names if name not in plan.widths]
     # A cluster that takes a process for dead may have another one write the same part.

@@ -116,6 +116,11 @@ def test_bundle_and_metrics(after_tutorial, reader, root):
     reader.follow(root / "docs" / "metrics.md")
 
 
+def test_identity(after_tutorial, root):
+    after_tutorial.follow(root / "docs" / "identity.md")
+    assert (after_tutorial.folder / "vectors" / "part-000000.parquet").is_file()
+
+
 def notebook(reader: Any, blocks: list[Any]) -> tuple[list[str], list[str]]:
     """Run a page's blocks in one namespace; return the outputs, and the outputs that it shows."""
     names: dict[str, Any] = {}

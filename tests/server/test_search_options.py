@@ -140,7 +140,7 @@ def test_a_batch_answers_as_its_searches_do(client, index, pictures, options):
         assert answer.status_code == 200, answer.text
         for result, query in zip(answer.json()["answers"], queries, strict=True):
             alone = client.post(SEARCH, json={**query, **options}).json()
-            assert result.keys() == alone.keys() - {"took_ms"}
+            assert result.keys() == alone.keys() - {"bundle", "took_ms"}
             assert [hit["id"] for hit in result["results"]] == [
                 hit["id"] for hit in alone["results"]
             ]
@@ -315,7 +315,7 @@ def test_an_index_without_calibration_says_so(shared, index_path, pictures):
     wire.refused(client.post(IDENTIFY, **image), 422, says)
     wire.refused(client.post(SEARCH, **image, data={"scores": "true"}), 422, says)
     answer = client.post(SEARCH, **image).json()
-    assert answer.keys() == {"results", "took_ms"}
+    assert answer.keys() == {"bundle", "results", "took_ms"}
     assert {hit["score"] for hit in answer["results"]} == {None}
 
 

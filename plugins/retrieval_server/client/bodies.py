@@ -23,13 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewItem:
-    """An item to add, with an image or a vector."""
+    """An item to add, with an image or a vector.
+
+    `bundle` is the SHA-256 of the bundle that computed the vector; if it is not the index's, the
+    server refuses the item.
+    """
 
     id: str
     image: Image | None = None
     vector: Iterable[float] | None = None
     label: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    bundle: str | None = None
 
     def json(self) -> dict[str, Any]:
         """Return the item as a JSON object, without the image."""
@@ -38,6 +43,7 @@ class NewItem:
             label=self.label,
             metadata=self.metadata or None,
             vector=numbers_of(self.vector),
+            bundle=self.bundle,
         )
 
 

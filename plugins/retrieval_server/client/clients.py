@@ -81,6 +81,7 @@ class SearchOptions(TypedDict, total=False):
     order_by: str | None
     scores: bool
     user: str | None
+    bundle: str | None
 
 
 class AsyncClient(Sender):
@@ -174,6 +175,7 @@ class AsyncClient(Sender):
         vector: Iterable[float] | None = None,
         id: str | None = None,
         fields: Sequence[str] | None = None,
+        bundle: str | None = None,
     ) -> responses.IdentifyAnswer:
         """Return which class of the index one or several photos of one thing show, or unknown.
 
@@ -183,10 +185,11 @@ class AsyncClient(Sender):
             vector: a vector instead of photos.
             id: id of an item instead of photos; the item itself is no evidence.
             fields: metadata of the results.
+            bundle: SHA-256 of the bundle that the index must have.
         """
         if sum(target is not None for target in (images, vector, id)) != 1:
             raise DataError("Identify exactly one of images, a vector and an id.")
-        options = without_none(far=far, fields=fields)
+        options = without_none(far=far, fields=fields, bundle=bundle)
         if images is not None:
             content = await form_of(as_items(images), texts_of(**options))
         else:
@@ -241,6 +244,7 @@ class AsyncClient(Sender):
         label: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         keep: str | None = None,
+        bundle: str | None = None,
     ) -> responses.PutAnswer:
         """Add an item, or replace as a whole the item with the same id.
 
@@ -252,6 +256,7 @@ class AsyncClient(Sender):
             metadata: a JSON object.
             keep: the part of the image that the index keeps: "copy" (the default), "thumbnail" or
                 "nothing".
+            bundle: SHA-256 of the bundle that computed the vector; see `NewItem`.
         """
         if (image is None) == (vector is None):
             raise DataError(
@@ -263,7 +268,9 @@ class AsyncClient(Sender):
         elif keep is not None:
             raise DataError("`keep` is about an item's image, but this item has a vector.")
         else:
-            fields = without_none(vector=numbers_of(vector), label=label, metadata=metadata)
+            fields = without_none(
+                vector=numbers_of(vector), label=label, metadata=metadata, bundle=bundle
+            )
             content = json_of(fields)
         return await self._send("PUT", "/item", responses.PutAnswer, **content, **id_parameter(id))
 
