@@ -103,6 +103,7 @@ def how_to_have(module: str) -> str:
         "uvicorn": "serve",
         "multipart": "serve",
         "timm": "timm",
+        "tokenizers": "serve",
     }
     return (
         "which is not installed. Install it: pip install"

@@ -13,6 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from retrieval.base.arrays import Array, Floats32, Pixels
 from retrieval.base.folder_kinds import StrPath
+from retrieval.base.lazy import how_to_have
 from retrieval.base.machine import ahead, cores
 from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.runtime import (
@@ -40,18 +42,27 @@ from retrieval.bundle.manifest import (
     parse_manifest,
     read_files,
 )
-from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
+from retrieval.bundle.text import Tokenizer, checked_texts
+from retrieval.errors import (
+    BundleError,
+    DataError,
+    MissingDependency,
+    at_least_one,
+    did_you_mean,
+)
 from retrieval.images.decoding import decode
 from retrieval.images.preprocessing import ImageLike, as_list, from_pixels, is_image
 
 Feeds = Mapping[str, Array]
 """Inputs of a graph by name."""
-Shapes = Mapping[str, tuple[int, int]]
+Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of a graph's outputs by name."""
 Runs = Callable[[Sequence[str], Feeds], list[Any]]
 """Function that runs a graph, given the names of outputs and the inputs by name."""
 
 _TRIAL_SECONDS = 60.0
+_TOKENS_PER_BATCH = 1 << 13
+"""Most tokens that the text encoder takes at once, which bounds its memory: 8,192."""
 
 
 @dataclass(frozen=True)
@@ -250,8 +261,11 @@ class Bundle:
         """
         inputs = _checked_inputs(inputs, input, self.path)
         batch_size = at_least_one("batch_size", batch_size)
-        parts = (inputs[start : start + batch_size] for start in range(0, len(inputs), batch_size))
-        return _run_batches(graph, widths, parts, len(inputs), what)
+        starts = range(0, len(inputs), batch_size)
+        batches = (
+            {"input": np.ascontiguousarray(inputs[start : start + batch_size])} for start in starts
+        )
+        return _run_batches(graph, widths, batches, len(inputs), what)
 
     def _encoded(self, out: Mapping[str, Floats32]) -> Encoded:
         if self.manifest.adapter is not None:
@@ -275,6 +289,11 @@ class Bundle:
         widths = {"vector": self.manifest.vector}
         vectors = self._run(graph, widths, base, input, batch_size, "adapter")["vector"]
         return Encoded(vectors, vectors, None, self.sha256, base.astype(np.float32, copy=False))
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether `encode_text` works: the bundle has a text encoder, and `tokenizers` is here."""
+        return self._sessions.text is not None
 
     @property
     def backbone_sha256(self) -> str | None:
@@ -405,14 +424,45 @@ class Bundle:
         decoded = ahead(pixels, enumerate(images), workers=cores(), most=2 * batch_size)
         with showing(progress), Meter("encoding", len(images), "images") as meter:
 
-            def batches() -> Iterator[Pixels]:
+            def batches() -> Iterator[Feeds]:
                 while rows := list(itertools.islice(decoded, batch_size)):
-                    yield np.stack(rows)
+                    yield {"input": np.stack(rows)}
                     meter.update(len(rows))
 
             encoder = self._sessions.encoder
             out = _run_batches(encoder, self.outputs, batches(), len(images))
         return self._encoded(out)
+
+    def encode_text(self, texts: Sequence[str], *, batch_size: int = 32) -> Encoded:
+        """Return the vectors of N texts, in the same space as those of items.
+
+        Texts of more tokens than the manifest's `text.length` are cut.
+
+        Args:
+            texts: one text or several.
+            batch_size: number of texts per batch.
+
+        Raises:
+            BundleError: this bundle has no text encoder.
+            DataError: a text cannot be used; the message names it.
+            MissingDependency: the package `tokenizers` is not installed.
+        """
+        entry = self.manifest.text
+        if entry is None:
+            raise BundleError(
+                f"The bundle {self.path} has no text encoder, so it finds items by images or"
+                " vectors only. Export a model that was trained with texts."
+            )
+        if self._sessions.text is None:
+            raise MissingDependency(f"Texts need tokenizers, {how_to_have('tokenizers')}")
+        graph, tokenizer = self._sessions.text
+        texts = checked_texts(texts)
+        most = max(1, _TOKENS_PER_BATCH // entry.length)
+        rows = min(most, at_least_one("batch_size", batch_size))
+        starts = range(0, len(texts), rows)
+        batches = (tokenizer(texts[start : start + rows]) for start in starts)
+        widths = {"vector": self.outputs["vector"]}
+        return self._encoded(_run_batches(graph, widths, batches, len(texts), "text encoder"))
 
     def preprocess(self, image: ImageLike) -> Pixels:
         """Return an image's pixels (C, H, W), ready for `encode`.
@@ -570,6 +620,8 @@ class Sessions:
         encoder: graph from "input" to "vector" and further outputs in the manifest.
         rescorer: graph from "query" and "items" to "distance", or `None`.
         adapter: graph from "input" (vectors of the base) to "vector", or `None`.
+        text: graph from "ids" and "mask" to "vector", and its tokenizer; `None` without a text
+            encoder, or if the package `tokenizers` is not installed.
         device: device that runs the graphs, "cpu" or "cuda".
         fallback: why the CPU runs them although ONNX Runtime was built for a GPU, else `None`.
     """
@@ -577,6 +629,7 @@ class Sessions:
     encoder: Graph | SplitEncoder
     rescorer: Graph | None
     adapter: Graph | None
+    text: tuple[Graph, Tokenizer] | None
     device: str
     fallback: str | None = None
 
@@ -649,6 +702,13 @@ class Sessions:
             vectors = np.zeros((1, manifest.adapter.width), np.float32)
             outputs = {"vector": (1, manifest.vector)}
             adapter = tried(manifest.adapter.file, {"input": vectors}, outputs)
+        text = None
+        if manifest.text is not None and find_spec("tokenizers"):
+            name = manifest.text.tokenizer
+            tokenizer = Tokenizer(folder / name, files[name], manifest.text)
+            ids = np.ones((1, manifest.text.length), np.int64)
+            outputs = {"vector": shapes["vector"]}
+            text = tried(manifest.text.file, {"ids": ids, "mask": ids}, outputs), tokenizer
         if device not in ("auto", first.device):
             raise BundleError(
                 "ONNX Runtime could not start on the CUDA device. Use the CPU, or run `retrieval"
@@ -657,7 +717,7 @@ class Sessions:
         fallback = None
         if first.device == "cpu" and devices[0] != "cpu":
             fallback = FALLBACK
-        return cls(encoder, rescorer, adapter, first.device, fallback)
+        return cls(encoder, rescorer, adapter, text, first.device, fallback)
 
 
 def _reason(fault: Exception) -> str:
@@ -693,7 +753,7 @@ def _checked_inputs(inputs: Array, input: Input, path: Path) -> Array:
 def _run_batches(
     graph: Runs,
     widths: Mapping[str, int],
-    batches: Iterable[Array],
+    batches: Iterable[Feeds],
     count: int,
     what: str = "encoder",
 ) -> dict[str, Floats32]:
@@ -705,16 +765,16 @@ def _run_batches(
     """
     out = {name: np.empty((count, width), dtype=np.float32) for name, width in widths.items()}
     start = 0
-    for part in batches:
-        feeds = {"input": np.ascontiguousarray(part)}
+    for feeds in batches:
+        rows = len(next(iter(feeds.values())))
         for name, values in zip(out, graph(list(out), feeds), strict=True):
-            if values.shape != (len(part), widths[name]):
+            if values.shape != (rows, widths[name]):
                 raise BundleError(
-                    f"The {what} returns '{name}' of shape {values.shape} for {len(part)} items;"
-                    f" the manifest says ({len(part)}, {widths[name]})."
+                    f"The {what} returns '{name}' of shape {values.shape} for {rows} items;"
+                    f" the manifest says ({rows}, {widths[name]})."
                 )
-            out[name][start : start + len(part)] = values
-        start += len(part)
+            out[name][start : start + rows] = values
+        start += rows
     for name, values in out.items():
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])

@@ -29,7 +29,7 @@ from retrieval.base.machine import available_memory
 from retrieval.base.photo_files import address_of
 from retrieval.base.regular_files import open_plain
 from retrieval.base.strict_json import parse_json, problems_of
-from retrieval.bundle.probe import Probe
+from retrieval.bundle.probe import Probe, TextProbe
 from retrieval.errors import BundleError, RetrievalError
 from retrieval.images.preprocessing import Preprocessing
 
@@ -189,6 +189,33 @@ class AdapterEntry(ManifestEntry):
     width: Width
 
 
+class Verified(ManifestEntry):
+    """Difference between torch and ONNX Runtime, measured at export."""
+
+    tolerance: float
+    largest_difference: float
+    items: PositiveInt
+
+
+class TextEntry(ManifestEntry):
+    """A second encoder, whose vectors of texts lie in the same space as those of items.
+
+    Attributes:
+        file: name of the graph's file; the graph maps "ids" and "mask" (N, L) int64 to "vector",
+            which is as wide as the encoder's.
+        tokenizer: name of the tokenizer's file, a `tokenizer.json` of the package `tokenizers`.
+        length: largest number of tokens of a text, to which the tokenizer cuts longer texts.
+        verified: difference between torch and ONNX Runtime on texts.
+        probe: a text and its vector, to detect a broken model later.
+    """
+
+    file: FileName = "text.onnx"
+    tokenizer: FileName = "tokenizer.json"
+    length: Annotated[int, Field(gt=0, le=4096)]
+    verified: Verified
+    probe: TextProbe | None = None
+
+
 class Cosine(ManifestEntry):
     """Cosine between a variant's vectors and those of the encoder itself, on real items."""
 
@@ -209,14 +236,6 @@ class Variant(ManifestEntry):
     file: FileName
     cosine: Cosine
     recall_at_1: Recall | None = None
-
-
-class Verified(ManifestEntry):
-    """Difference between torch and ONNX Runtime, measured at export."""
-
-    tolerance: float
-    largest_difference: float
-    items: PositiveInt
 
 
 class FileRecord(ManifestEntry):
@@ -246,6 +265,7 @@ class Manifest(ManifestEntry):
     encoder: FileName | None = "encoder.onnx"
     split: SplitEntry | None = None
     adapter: AdapterEntry | None = None
+    text: TextEntry | None = None
     variants: dict[str, Variant] = {}
     verified: Verified
     probe: Probe | None = None
@@ -275,26 +295,30 @@ class Manifest(ManifestEntry):
                 "the vectors of an 'adapter' are compared whole, by their Euclidean distance, and"
                 " have neither codes nor an output 'query'"
             )
+        if self.text is not None and self.code is not None:
+            raise ValueError("a bundle with codes and a rescorer cannot have an encoder of 'text'")
         for space in self.subspaces:
             if space.stop > self.vector:
                 column = f"column {space.stop} of {self.vector}"
                 raise ValueError(f"sub-space '{space.name}' stops at {column}")
         return self
 
-    def graphs(self) -> dict[str, str]:
-        """Return the role of each ONNX file, such as "encoder" or "rescorer", by file name."""
-        graphs = {}
+    def parts(self) -> dict[str, str]:
+        """Return the role of each needed file, such as "encoder" or "rescorer", by file name."""
+        parts = dict[str, str]()
+        if self.text is not None:
+            parts |= {self.text.file: "text encoder", self.text.tokenizer: "tokenizer"}
         if self.encoder is not None:
-            graphs[self.encoder] = "encoder"
+            parts[self.encoder] = "encoder"
         if self.split is not None:
-            graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
+            parts |= {self.split.backbone: "backbone", self.split.head: "head"}
         if self.rescorer is not None:
-            graphs[self.rescorer.file] = "rescorer"
+            parts[self.rescorer.file] = "rescorer"
         if self.adapter is not None:
-            graphs[self.adapter.file] = "adapter"
+            parts[self.adapter.file] = "adapter"
         for name, variant in self.variants.items():
-            graphs[variant.file] = f"variant '{name}'"
-        return graphs
+            parts[variant.file] = f"variant '{name}'"
+        return parts
 
     @property
     def outputs(self) -> dict[str, int]:
@@ -340,7 +364,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     """Write `manifest.json` with the checksums of all other files; return the written manifest.
 
     Raises:
-        BundleError: a graph that the manifest names is missing.
+        BundleError: a file that the manifest names is missing.
     """
     files = {}
     for path in sorted(folder.iterdir()):
@@ -348,12 +372,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
             with path.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             files[path.name] = FileRecord(sha256=sha256, bytes=path.stat().st_size)
-    for name, purpose in manifest.graphs().items():
+    for name, purpose in manifest.parts().items():
         if name not in files:
             raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
     manifest = manifest.model_copy(update={"files": files, "checksum": None})
     # Older versions refuse unknown keys, so keys without a value are left out.
-    left_out = {key for key in ("split", "adapter", "probe") if getattr(manifest, key) is None}
+    optional = ("split", "adapter", "text", "probe")
+    left_out = {key for key in optional if getattr(manifest, key) is None}
     # By way of JSON, because a reader computes it from the parsed file.
     checksum = checksum_of(json.loads(manifest.model_dump_json(exclude=left_out)))
     manifest = manifest.model_copy(update={"checksum": checksum})
@@ -382,7 +407,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
             f"{path} was altered: its checksum differs. Export or copy the bundle again; a manifest"
             " cannot be edited."
         )
-    missing = [name for name in manifest.graphs() if name not in manifest.files]
+    missing = [name for name in manifest.parts() if name not in manifest.files]
     if missing:
         raise BundleError(f"{path} cannot be used: it has no SHA-256 for {', '.join(missing)}.")
     adapter = manifest.adapter

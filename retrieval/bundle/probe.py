@@ -20,6 +20,7 @@ TILES = 8
 WIDEST = 100_000
 """Widest vector of a probe; bundles with wider vectors have no probe."""
 
+_TEXT = "Two red mugs, size 42, on a table."
 _MAX_BYTES = 4 * WIDEST
 
 # Differences that are always allowed. The first two are of one number of a vector, as a share of
@@ -60,6 +61,18 @@ class Probe(BaseModel):
     pattern: Coded
     vector: Coded
     variants: dict[str, Coded] = {}
+
+
+class TextProbe(BaseModel):
+    """A text and the vector (P,), float32, that ONNX Runtime returned for it at export.
+
+    The vector is base64 of little-endian bytes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    text: str
+    vector: Coded
 
 
 def coded(array: Array) -> str:
@@ -116,8 +129,32 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
     )
 
 
+def text_probe_of(bundle: Bundle) -> TextProbe:
+    """Return the probe of a new bundle's text encoder."""
+    return TextProbe(text=_TEXT, vector=coded(bundle.encode_text(_TEXT).vector[0]))
+
+
 def probe_fault(bundle: Bundle) -> str | None:
-    """Return a sentence if a bundle's encoder no longer gives the probe's vector, else `None`."""
+    """Return a sentence if a bundle's encoders no longer give the probe's vectors, else `None`."""
+    if fault := _image_fault(bundle):
+        return fault
+    text = bundle.manifest.text
+    # Without the package `tokenizers`, the bundle takes no texts, and nothing can be wrong.
+    if text is None or text.probe is None or not bundle.takes_text:
+        return None
+    if len(binascii.a2b_base64(text.probe.vector)) != 4 * bundle.manifest.vector:
+        return "The bundle's text probe does not fit its encoder. Export the bundle again."
+    expected = vector_of(text.probe.vector).astype(np.float64)
+    try:
+        vector = bundle.encode_text(text.probe.text).vector[0].astype(np.float64)
+    except DataError:
+        return "The model is broken: it embeds the bundle's text probe as NaN or infinity."
+    apart = float(np.abs(expected - vector).max()) / (float(np.linalg.norm(expected)) or 1.0)
+    return _broken(apart, _allowed(bundle, text.verified.tolerance))
+
+
+def _image_fault(bundle: Bundle) -> str | None:
+    """Return a sentence if the encoder of images or features fails the probe, else `None`."""
     manifest = bundle.manifest
     variant = bundle.variant
     probe = manifest.probe
@@ -140,14 +177,20 @@ def probe_fault(bundle: Bundle) -> str | None:
     length = float(np.linalg.norm(expected)) or 1.0
     if variant is None:  # the limit is the tolerance of the comparison with torch
         apart = float(np.abs(expected - vector).max()) / length
-        if bundle.device == "cpu":
-            least = _ALLOWED_CPU
-        else:
-            least = _ALLOWED_CUDA
-        allowed = max(manifest.verified.tolerance, least)
+        allowed = _allowed(bundle, manifest.verified.tolerance)
     else:  # the limit is twice the largest 1 − cosine that the export measured
         apart = 1.0 - float(expected @ vector) / ((length * float(np.linalg.norm(vector))) or 1.0)
         allowed = max(2.0 * (1.0 - manifest.variants[variant].cosine.min), _ALLOWED_DRIFT)
+    return _broken(apart, allowed)
+
+
+def _allowed(bundle: Bundle, tolerance: float) -> float:
+    if bundle.device == "cpu":
+        return max(tolerance, _ALLOWED_CPU)
+    return max(tolerance, _ALLOWED_CUDA)
+
+
+def _broken(apart: float, allowed: float) -> str | None:
     if apart <= allowed:
         return None
     return (

@@ -10,14 +10,22 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from retrieval.base.files import whole_folder
 from retrieval.base.folder_kinds import StrPath
 from retrieval.base.runtime import load_onnxruntime, session_options, start_session
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.graphs import GraphError, check_graph
-from retrieval.bundle.manifest import BASE_FILE, FILE, AdapterEntry, DistanceEntry, write_manifest
-from retrieval.bundle.probe import WIDEST, Probe, coded, vector_of
+from retrieval.bundle.manifest import (
+    BASE_FILE,
+    FILE,
+    AdapterEntry,
+    DistanceEntry,
+    Manifest,
+    write_manifest,
+)
+from retrieval.bundle.probe import WIDEST, coded, vector_of
 from retrieval.errors import BundleError
 
 _ADAPTER = "adapter.onnx"
@@ -63,6 +71,7 @@ def make_adapter_bundle(base: Bundle, head: bytes, folder: StrPath) -> Path:
             "distance": DistanceEntry(name="Euclidean", exact=True),
             "evaluation": None,
             "probe": None,
+            "text": manifest.text and manifest.text.model_copy(update={"probe": None}),
         }
     )
     with _new_folder(Path(folder)) as fresh:
@@ -72,9 +81,9 @@ def make_adapter_bundle(base: Bundle, head: bytes, folder: StrPath) -> Path:
         write_manifest(fresh, manifest)
         # This tries the graphs.
         opened = Bundle.open(fresh, threads=1, device="cpu")
-        if base.manifest.probe is not None and manifest.vector <= WIDEST:
-            probe = _adapted(base.manifest.probe, opened)
-            write_manifest(fresh, manifest.model_copy(update={"probe": probe}))
+        if manifest.vector <= WIDEST:
+            manifest = manifest.model_copy(update=_adapted_probes(base.manifest, opened))
+            write_manifest(fresh, manifest)
     return Path(folder)
 
 
@@ -125,11 +134,19 @@ def _width_of(head: bytes) -> int:
     raise BundleError("The head of the adapter needs an output 'vector' (N, P) of a fixed width P.")
 
 
-def _adapted(probe: Probe, bundle: Bundle) -> Probe:
-    """Return the probe of an adapter bundle; `probe` is that of its base."""
+def _adapted_probes(base: Manifest, bundle: Bundle) -> dict[str, Any]:
+    """Return the changed entries of an adapter bundle's manifest; `base` is that of its base."""
 
     def adapted(text: str) -> str:
         return coded(bundle.adapt(vector_of(text)[None]).vector[0])
 
-    variants = {name: adapted(text) for name, text in probe.variants.items()}
-    return Probe(pattern=probe.pattern, vector=adapted(probe.vector), variants=variants)
+    changed = dict[str, Any]()
+    if base.probe is not None:
+        variants = {name: adapted(text) for name, text in base.probe.variants.items()}
+        update = {"vector": adapted(base.probe.vector), "variants": variants}
+        changed["probe"] = base.probe.model_copy(update=update)
+    if base.text is not None and base.text.probe is not None:
+        probe = base.text.probe
+        probe = probe.model_copy(update={"vector": adapted(probe.vector)})
+        changed["text"] = base.text.model_copy(update={"probe": probe})
+    return changed

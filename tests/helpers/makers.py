@@ -10,6 +10,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
+from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.manifest import (
     FILE,
     Cosine,
@@ -19,12 +20,14 @@ from retrieval.bundle.manifest import (
     RescorerEntry,
     SplitEntry,
     SubspaceEntry,
+    TextEntry,
     Variant,
     Verified,
     checksum_of,
     parse_manifest,
     write_manifest,
 )
+from retrieval.bundle.probe import text_probe_of
 from retrieval.images.preprocessing import Preprocessing
 from sklearn.datasets import load_digits
 
@@ -173,6 +176,56 @@ def cut_in_two(path: Path) -> Path:
 
 def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(folder / FILE, (folder / FILE).read_bytes())
+
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def add_text(path: Path, length: int = 12, fixed: int | None = None) -> Path:
+    """Give a bundle of digits a text encoder, with a probe: the mean of its words' vectors.
+
+    A digit's name has the mean vector of its images, any other word the same small vector.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    pixels, labels = digits()
+    bundle = Bundle.open(path, threads=1)
+    inputs = pixels[:, None]
+    if bundle.manifest.input.kind == "features":
+        inputs = pixels.reshape(len(pixels), -1).astype(np.float32)
+    encoded = bundle.encode(inputs)
+    vectors = encoded.vector if encoded.base is None else encoded.base
+    means = [vectors[labels == digit].mean(axis=0) for digit in range(10)]
+    other = np.full((1, vectors.shape[1]), 1e-3, np.float32)
+    words = np.concatenate([np.zeros_like(other), other, means]).astype(np.float32)
+    vocabulary = {word: number for number, word in enumerate(("[PAD]", "[UNK]", *WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=fixed)
+    tokenizer.save(str(path / "tokenizer.json"))
+    nodes = [
+        helper.make_node("Gather", ["words", "ids"], ["vectors"]),
+        helper.make_node("Cast", ["mask"], ["present"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["present", "last"], ["column"]),
+        helper.make_node("Mul", ["vectors", "column"], ["kept"]),
+        helper.make_node("ReduceSum", ["kept", "middle"], ["sum"], keepdims=0),
+        helper.make_node("ReduceSum", ["present", "middle"], ["count"], keepdims=1),
+        helper.make_node("Div", ["sum", "count"], ["vector"]),
+    ]
+    constants = {"words": words, "last": np.array([2]), "middle": np.array([1])}
+    ends = [
+        helper.make_tensor_value_info(n, TensorProto.INT64, ["N", "L"]) for n in ("ids", "mask")
+    ]
+    output = helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["N", words.shape[1]])
+    save_graph(path / "text.onnx", nodes, ends, [output], constants)
+    verified = Verified(tolerance=1e-4, largest_difference=0.0, items=1)
+    entry = TextEntry(length=length, verified=verified)
+    write_manifest(path, read_manifest(path).model_copy(update={"text": entry}))
+    entry = entry.model_copy(update={"probe": text_probe_of(Bundle.open(path, threads=1))})
+    write_manifest(path, read_manifest(path).model_copy(update={"text": entry}))
+    return path
 
 
 def put_graph(bundle: Path, model: bytes) -> None:

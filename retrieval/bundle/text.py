@@ -1,0 +1,98 @@
+"""Turn texts into the token ids that a bundle's text encoder takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.bundle.manifest import TextEntry
+from retrieval.errors import BundleError, DataError
+
+MAX_CHARACTERS = 10_000
+"""Longest text, in characters. An encoder reads the first few hundred tokens at most."""
+
+
+def checked_texts(texts: Sequence[str], name: str = "texts") -> list[str]:
+    """Return texts as a list; a single text is a list of one.
+
+    Raises:
+        DataError: one is not a text, is blank or too long, or has a character that no text has. The
+            message gives its place in the list `name`.
+    """
+    if isinstance(texts, str):
+        texts = [texts]
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            problem = f"a text is needed, not {type(text).__name__}"
+        elif not text.strip():
+            problem = "the text is empty"
+        elif len(text) > MAX_CHARACTERS:
+            problem = f"the text has {len(text):,} characters; the limit is {MAX_CHARACTERS:,}"
+        elif "\0" in text:
+            problem = "the text has a NUL character"
+        elif any("\ud800" <= character <= "\udfff" for character in text):
+            problem = "the text has half of a surrogate pair, which is no character"
+        else:
+            continue
+        raise DataError(f"{name}[{number}]: {problem}.")
+    return list(texts)
+
+
+class Tokenizer:
+    """A `tokenizer.json` of the package `tokenizers`, which cuts and pads texts as it says.
+
+    Args:
+        path: the file, for messages.
+        content: the file's content.
+        entry: the manifest's entry of the text encoder.
+
+    Raises:
+        BundleError: the file is not a tokenizer, or does not cut texts to `entry.length` tokens.
+    """
+
+    def __init__(self, path: Path, content: bytes, entry: TextEntry) -> None:
+        # Bundles without texts need no such package.
+        import tokenizers
+
+        try:
+            self._loaded: Any = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as fault:  # the package raises its errors as plain `Exception`
+            raise BundleError(f"{path} is not a tokenizer: {str(fault)[:200]}.") from None
+        self.path = path
+        self.length = entry.length
+        truncation = self._loaded.truncation
+        if truncation is None or truncation["max_length"] > entry.length:
+            raise BundleError(
+                f"{path} must cut texts to at most {entry.length} tokens, the 'length' in the"
+                " manifest. Set its 'truncation' and export the bundle again."
+            )
+        padding = self._loaded.padding
+        if padding is None or (padding["length"] or 0) > entry.length:
+            raise BundleError(
+                f"{path} must say how texts of a batch are padded, to at most {entry.length}"
+                " tokens. Set its 'padding' and export the bundle again."
+            )
+
+    def __call__(self, texts: Sequence[str]) -> dict[str, NDArray[np.int64]]:
+        """Return "ids" (N, L) of texts and their "mask" (N, L): 1 for a token, 0 for padding.
+
+        Raises:
+            DataError: a text has no token.
+            BundleError: the tokenizer pads texts to more than `length` tokens.
+        """
+        encodings = self._loaded.encode_batch_fast(list(texts))
+        ids = np.array([encoding.ids for encoding in encodings], np.int64)
+        mask = np.array([encoding.attention_mask for encoding in encodings], np.int64)
+        if ids.shape[1] > self.length:
+            raise BundleError(
+                f"{self.path} pads texts to {ids.shape[1]:,} tokens; the manifest's 'length' is"
+                f" {self.length:,}. Export the bundle again."
+            )
+        for text, tokens in zip(texts, mask.sum(axis=1), strict=True):
+            if not tokens:
+                raise DataError(f"The model knows no word or sign of the text {text[:80]!r}.")
+        return {"ids": ids, "mask": mask}
