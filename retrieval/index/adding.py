@@ -192,7 +192,8 @@ def add_sources(
         raise DataError(f"None of the {count:,} items can be used. The first: {faults[0]}")
     removed = 0
     # With faults, the sources are not known in full: an item may seem gone that is only damaged.
-    if sync and not faults:
+    # Without, the index has every item of the sources.
+    if sync and not faults and len(index) > count:
         ids = {item.id for item in collected.items}
         surplus = [id for id in index if id not in ids]
         for start in range(0, len(surplus), _ITEMS_PER_READ):
@@ -512,7 +513,7 @@ def embed(
         row = 0  # of `arrays`, which lack the items with faults
         for item, fault, _ in batch:
             if fault is None:
-                item = replace(item, arrays=row_of(arrays, row))
+                item = item.with_arrays(row_of(arrays, row))
                 row += 1
             results.append((item, fault))
         yield results
@@ -526,7 +527,9 @@ def _decode_item(
     if isinstance(original, DataError):
         raise original
     if isinstance(original, np.ndarray):
-        return replace(item, stamp=digest_of(original.tobytes())), original
+        if item.stamp is None:  # an item from memory
+            item = replace(item, stamp=digest_of(original.tobytes()))
+        return item, original
     if isinstance(original, bytes):
         content = original
     else:

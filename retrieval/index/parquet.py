@@ -82,7 +82,10 @@ def vectors_of(path: Path, column: Any, number: int, width: int | None = None) -
     """
     column = getattr(column, "storage", column)
     with table_errors(path):
-        lengths = np.array(pyarrow().compute.list_value_length(column).fill_null(0))
+        if column.null_count:
+            row = column.is_null().to_pylist().index(True)
+            raise DataError(f"{path_text(path)}: row {number + row} has no vector.")
+        lengths = np.from_dlpack(pyarrow().compute.list_value_length(column))
         width = width or (int(lengths[0]) if len(lengths) else 0)
         if (lengths == 0).any():
             raise DataError(
@@ -95,7 +98,12 @@ def vectors_of(path: Path, column: Any, number: int, width: int | None = None) -
                 f" numbers instead of {width:,}. All vectors of an index have the same width."
             )
         with np.errstate(over="ignore"):
-            values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+            numbers = column.flatten()
+            if numbers.null_count:  # they become NaN
+                values = numbers.to_numpy(zero_copy_only=False)
+            else:
+                values = np.from_dlpack(numbers)  # `to_numpy` imports pandas
+            values = values.astype(np.float32, copy=False)
     return np.asarray(values).reshape(len(lengths), width)
 
 
@@ -110,6 +118,7 @@ class Table:
         name: the path as text.
         schema: pyarrow's schema of the table.
         content: column of the images' paths or the features.
+        has_vectors: whether that column holds features.
         key: column of the ids, or `None`.
         label: column of the labels, or `None`.
         metadata: further columns, which JSON can hold.
@@ -176,7 +185,7 @@ class Table:
                 f"{self.name}: '{content}' must be a list of numbers, not {kinds[content]}."
             )
         self.content: str = content
-        self._is_vector = features
+        self.has_vectors = features
         self.key = next((name for name in ("key", "id") if name in kinds), None)
         self.label = "label" if "label" in kinds else None
         further = [name for name in kinds if name not in {content, self.key, self.label}]
@@ -232,7 +241,7 @@ class Table:
         for number, batch in self.batches([self.content, *names]):
             features = np.empty((batch.num_rows, 0), np.float32)
             columns = names
-            if self._is_vector:
+            if self.has_vectors:
                 features = vectors_of(self.path, batch.column(self.content), number)
             else:
                 columns = [self.content, *names]
@@ -250,6 +259,13 @@ class Table:
                 raise DataError(
                     f"{self.name}: text in '{name}' has more than {ITEM_CHARACTERS:,} characters."
                 )
+            # `to_pylist` would look up and make the text of each row.
+            if len(column.dictionary) > len(column):
+                column = column.dictionary_decode()
+            else:
+                words = [*column.dictionary.to_pylist(), None]
+                codes = column.indices.to_pylist()
+                return [words[-1 if code is None else code] for code in codes]
         if _becomes_text(kind):
             column = column.cast(arrow.string())
         values: list[Any] = column.to_pylist()

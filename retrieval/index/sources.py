@@ -11,7 +11,10 @@ import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,7 +36,8 @@ from retrieval.errors import DataError, listed
 from retrieval.images.image_files import find_images
 from retrieval.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, refuse_many
 from retrieval.store.filters import metadata_text
-from retrieval.store.items import Floats, Item, Keep, check_id
+from retrieval.store.filters.tree import has_surrogate, is_long
+from retrieval.store.items import ID_CHARACTERS, Floats, Item, Keep, check_id
 
 PLAN = "embedding.json"
 """File that marks a folder of embeddings and describes it; see `embedded.EmbeddingPlan`."""
@@ -41,6 +45,7 @@ _ARRAY_BYTES = 1 << 30
 _MAX_COMPRESSION = 16
 """An array of more than 1 GiB may be at most this many times as large as its `.npz` file."""
 _MAX_PROBLEMS = 100
+_ROWS_AT_A_TIME = 512
 
 
 def paths_of(paths: StrPath | Iterable[StrPath]) -> list[StrPath]:
@@ -306,9 +311,17 @@ def _table_items(table: Table, first: int = 0) -> Iterator[tuple[list[Source], F
     problems: list[str] = []
     for number, columns, features in table.blocks():
         items: list[Source] = []
-        for row in range(len(features)):
-            cells = {name: values[row] for name, values in columns.items()}
-            item = _table_item(table, number + row, cells, first)
+        metadata = _metadata_of(table, columns, len(features))
+        nothing = [None] * len(features)
+        plain = _is_plain(columns)
+        contents = columns.get(table.content, nothing)
+        keys = columns.get(table.key or "", nothing)
+        labels = columns.get(table.label or "", nothing)
+        cells = zip(contents, keys, labels, metadata, strict=True)
+        for row, (path, key, label, facts) in enumerate(cells):
+            item = _table_item(table, number + row, path, key, label, facts, first)
+            if isinstance(item, Source) and not plain:
+                item = text_problem(item.id, item.label, facts) or item
             if isinstance(item, Source):
                 items.append(item)
             else:
@@ -321,31 +334,69 @@ def _table_items(table: Table, first: int = 0) -> Iterator[tuple[list[Source], F
         raise DataError(listed(table.name, problems[:_MAX_PROBLEMS]))
 
 
-def _table_item(table: Table, number: int, cells: dict[str, Any], first: int) -> Source | str:
+def _is_plain(columns: Mapping[str, list[Any]]) -> bool:
+    """Return whether `text_problem` certainly finds nothing in a block of rows.
+
+    That is so if the text of all rows, joined, would be valid as one row's.
+    """
+    texts = list(columns)
+    for column in columns.values():
+        kinds = set(map(type, column))
+        if kinds == {str}:
+            if min(map(len, column)) == 0 or max(map(len, column)) > ID_CHARACTERS:
+                return False
+            texts += column
+        elif kinds == {int}:
+            if is_long(min(column)) or is_long(max(column)):
+                return False
+        elif kinds != {float}:
+            return False
+    whole = "".join(texts)
+    # JSON writes a character as at most six, and a number as fewer than 30.
+    most = 6 * len(whole) + 30 * len(columns)
+    return most <= ITEM_CHARACTERS and "\0" not in whole and not has_surrogate(whole)
+
+
+def _metadata_of(
+    table: Table, columns: Mapping[str, list[Any]], count: int
+) -> list[dict[str, Any]]:
+    """Return the metadata of `count` rows, in which NaN and infinity became null."""
+    if not table.metadata:
+        return [{} for _ in range(count)]
+    values = []
+    for name in table.metadata:
+        column = columns[name]
+        if not set(map(type, column)) <= {str, int, bool, NoneType}:
+            column = [_json_value(cell) for cell in column]
+        values.append(column)
+    return [dict(zip(table.metadata, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def _table_item(
+    table: Table,
+    number: int,
+    path: Any,
+    key: Any,
+    label: Any,
+    metadata: dict[str, Any],
+    first: int,
+) -> Source | str:
     """Return a row as an item, or its problem: the words that follow "row 3: "."""
-    path: Any = cells.get(table.content)
-    is_image = table.content in cells
+    is_image = not table.has_vectors
     if is_image and (not isinstance(path, str) or not path or "\0" in path):
         return "'path' is empty or is not a path"
     id = path
     if table.key:
-        id = cells[table.key]
+        id = key
     elif not is_image:
         name = path_text(table.path.name)
         id = f"{name.partition('.')[0] or name}/{number}"
     # A boolean is an integer in Python.
     if isinstance(id, bool) or not isinstance(id, str | int):
         return f"'{table.key}' is {'empty' if id is None else 'neither text nor a whole number'}"
-    label = None
-    if table.label:
-        label = cells[table.label]
     if not isinstance(label, str | int | float | None):
         return "'label' is neither text nor a number"
     label = label_text(label)
-    metadata = {name: _json_value(cells[name]) for name in table.metadata}
-    problem = text_problem(str(id), label, metadata)
-    if problem:
-        return problem
     if is_image:
         file = whole_path(path_in(table.path.parent, path))
         return Source(str(id), label, file, metadata, has_id=table.key is not None)
@@ -358,7 +409,9 @@ def text_problem(id: str, label: str | None, metadata: dict[str, Any]) -> str | 
     if fault:
         return fault
     try:
-        length = len(metadata_text(metadata)) + len(metadata_text({"": label}))
+        length = len(metadata_text(metadata))
+        if label is not None:
+            length += len(metadata_text({"": label}))
     except DataError as problem:
         return str(problem).rstrip(".")
     except RecursionError:
@@ -505,7 +558,7 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats32]:
         )
         for row, (key, label) in enumerate(zip(keys, labels, strict=True))
     ]
-    # A number beyond float32 becomes infinite, and `_original` refuses its item alone.
+    # A number beyond float32 becomes infinite, and `_rows` refuses its item alone.
     with np.errstate(over="ignore"):
         return items, features.astype(np.float32, copy=False)
 
@@ -529,20 +582,32 @@ def originals(
 
     `features` (N, F) are indexed by `Source.row`; `None` for images.
     """
+    if features is not None:
+        yield from _rows(sources, features, keep)
+        return
     for source in sources:
+        assert source.path is not None  # only items of a folder of embeddings lack a path
         # Take the state of a file before its content is read, so that a change meanwhile is
         # noticed.
-        item = source.item(keep)
-        yield item, source.name, _original(source, features)
+        yield source.item(keep), source.name, source.path
 
 
-def _original(source: Source, features: Floats32 | None) -> Original:
-    if features is None:
-        assert source.path is not None  # only items of a folder of embeddings lack a path
-        return source.path
-    row: Floats32 = features[source.row]
-    if np.isfinite(row).all():
-        return row
-    return DataError(
-        f"{source.name}: the vector of {source.id} holds NaN, infinity or a number beyond float32."
-    )
+def _rows(
+    sources: Iterable[Source], features: Floats32, keep: Keep
+) -> Iterator[tuple[Item, str, Original]]:
+    """Yield items of features (N, F); a block of rows is read and checked at a time."""
+    waiting = iter(sources)
+    name = lru_cache(1)(lambda path: path_text(str(path)))  # most neighbours share a file
+    while block := list(islice(waiting, _ROWS_AT_A_TIME)):
+        rows = np.asarray(features[np.array([source.row for source in block])])
+        finite: list[bool] = np.isfinite(rows).all(axis=1).tolist()
+        for source, row, is_finite in zip(block, rows, finite, strict=True):
+            original: Original = row
+            if not is_finite:
+                original = DataError(
+                    f"{source.name}: the vector of {source.id} holds NaN, infinity or a number"
+                    " beyond float32."
+                )
+            stamp = digest_of(row.tobytes())
+            item = Item(source.id, source.label, source.metadata, stamp=stamp, keep=keep)
+            yield item, name(source.path), original

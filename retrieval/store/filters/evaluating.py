@@ -9,6 +9,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping
+from json.encoder import encode_basestring
 from typing import Any
 
 import numpy as np
@@ -199,7 +200,28 @@ def metadata_text(metadata: Mapping[str, Any]) -> str:
         raise DataError(
             f"Metadata must be an object with named entries, not a {type(metadata).__name__}."
         )
+    text = _flat_text(metadata)
+    if text is not None and "\\u0000" not in text and not has_surrogate(text):
+        return text
     return json.dumps(_checked_json(metadata, "metadata", 1), ensure_ascii=False)
+
+
+def _flat_text(metadata: Mapping[str, Any]) -> str | None:
+    """Return metadata of only strings and numbers as JSON text; `None` for any other metadata."""
+    # Without this, the text of two fields takes three times as long.
+    parts = []
+    for name, entry in metadata.items():
+        kind = type(entry)
+        if type(name) is not str:
+            return None
+        if kind is str:
+            text = encode_basestring(entry)
+        elif (kind is int and abs(entry) < 1 << 63) or (kind is float and math.isfinite(entry)):
+            text = repr(entry)
+        else:
+            return None
+        parts.append(f"{encode_basestring(name)}: {text}")
+    return f"{{{', '.join(parts)}}}"
 
 
 def _checked_json(value: Any, where: str, depth: int) -> Any:

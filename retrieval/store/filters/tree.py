@@ -346,6 +346,8 @@ def _check_count(what: str, count: int, most: int) -> None:
 
 def has_surrogate(text: str) -> bool:
     """Return whether text contains a lone surrogate, half of a pair that encodes a character."""
+    if text.isascii():
+        return False
     try:
         text.encode()
     except UnicodeEncodeError:
