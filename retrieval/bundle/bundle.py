@@ -443,15 +443,15 @@ class Bundle:
             batch_size: number of texts per batch.
 
         Raises:
-            BundleError: this bundle has no text encoder.
-            DataError: a text cannot be used; the message names it.
+            DataError: a text cannot be used (the message names it), or this bundle has no text
+                encoder.
             MissingDependency: the package `tokenizers` is not installed.
         """
         entry = self.manifest.text
         if entry is None:
-            raise BundleError(
-                f"The bundle {self.path} has no text encoder, so it finds items by images or"
-                " vectors only. Export a model that was trained with texts."
+            raise DataError(
+                f"The bundle {self.path} has no text encoder, so it takes no texts. Export a model"
+                " that was trained with texts."
             )
         if self._sessions.text is None:
             raise MissingDependency(f"Texts need tokenizers, {how_to_have('tokenizers')}")

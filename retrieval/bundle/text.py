@@ -23,23 +23,25 @@ def checked_texts(texts: Sequence[str], name: str = "texts") -> list[str]:
         DataError: one is not a text, is blank or too long, or has a character that no text has. The
             message gives its place in the list `name`.
     """
-    if isinstance(texts, str):
-        texts = [texts]
-    for number, text in enumerate(texts):
+    is_single = isinstance(texts, str)
+    listed = [texts] if isinstance(texts, str) else list(texts)
+    for number, text in enumerate(listed):
         if not isinstance(text, str):
-            problem = f"a text is needed, not {type(text).__name__}"
+            problem = f"A text is needed, not {type(text).__name__}"
         elif not text.strip():
-            problem = "the text is empty"
+            problem = "The text is empty"
         elif len(text) > MAX_CHARACTERS:
-            problem = f"the text has {len(text):,} characters; the limit is {MAX_CHARACTERS:,}"
+            problem = f"The text has {len(text):,} characters; the limit is {MAX_CHARACTERS:,}"
         elif "\0" in text:
-            problem = "the text has a NUL character"
+            problem = "The text has a NUL character"
         elif any("\ud800" <= character <= "\udfff" for character in text):
-            problem = "the text has half of a surrogate pair, which is no character"
+            problem = "The text has half of a surrogate pair, which is no character"
         else:
             continue
+        if is_single:
+            raise DataError(f"{problem}.")
         raise DataError(f"{name}[{number}]: {problem}.")
-    return list(texts)
+    return listed
 
 
 class Tokenizer:

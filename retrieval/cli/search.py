@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 @command(
     "search",
     "retrieval search photos.index query.png",
+    'retrieval search photos.index --text "red mug"',
     "retrieval search photos.index a.png b.png -k 5 --json",
     "retrieval search photos.index --like one.png --like two.png --dislike three.png",
     "retrieval search photos.index query.png --group-by product --group-size 3",
 )
 @click.argument("index", type=IndexArgument())
 @click.argument("queries", nargs=-1, type=PATH)
+@click.option("--text", "texts", multiple=True, help="Search for a text, if the model takes texts.")
 @click.option("-k", default=10, type=click.IntRange(1), help="Results (or groups) per query.")
 @click.option("--like", multiple=True, metavar="ID|IMAGE", help="Search for more like this, too.")
 @click.option("--dislike", multiple=True, metavar="ID|IMAGE", help="Search for less like this.")
@@ -49,15 +51,20 @@ if TYPE_CHECKING:
 def search_command(
     index: IndexPlace,
     queries: tuple[Path, ...],
+    texts: tuple[str, ...],
     k: int,
     as_json: bool,
     extra: tuple[str, ...],
     device: Any,
     **options: Any,
 ) -> None:
-    """Print the items of INDEX, a folder or an address, nearest to images or .npz features."""
-    if not queries and not options["like"]:
-        raise click.UsageError("Name an image to search for, or an item or image with --like.")
+    """Print the items of INDEX, a folder or an address, nearest to images, features or texts."""
+    if not (queries or texts or options["like"]):
+        raise click.UsageError(
+            "Name an image to search for, a text with --text, or an item or image with --like."
+        )
+    if queries and texts:
+        raise click.UsageError("Search for images or for texts, not for both at once.")
     from retrieval.index.index import open_index
     from retrieval.index.queries_and_hits import encode_files
 
@@ -66,7 +73,10 @@ def search_command(
         if options["scores"]:
             require_calibration(opened)
         chosen: Any = {name: value for name, value in options.items() if value not in (None, ())}
-        if queries:
+        if texts:
+            names = list(texts)
+            answers = opened.search(None, k, text=texts, **chosen)
+        elif queries:
             names, encoded = encode_files(opened.bundle, queries)
             answers = opened.search(encoded, k, **chosen)
         else:

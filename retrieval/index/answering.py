@@ -48,7 +48,7 @@ def answer(index: Index, queries: Any, query: Query) -> list[Any]:
     bundle = index.bundle
     filter = as_filter(query.filter)
     if query.is_plain:
-        vectors, codes, is_single = encode_queries(bundle, queries)
+        vectors, codes, is_single = encode_queries(bundle, queries, query.text)
         propose = index.store.propose
         nearest = nearest_hits(propose, bundle, vectors, codes, query, filter, query.k)
         answers = [Hits(hits, index.store.original) for hits in nearest]
@@ -63,7 +63,7 @@ def answer(index: Index, queries: Any, query: Query) -> list[Any]:
             vectors, is_single, examples = _by_example(index, bundle, queries, query)
             codes = None
         else:
-            vectors, codes, is_single = encode_queries(bundle, queries)
+            vectors, codes, is_single = encode_queries(bundle, queries, query.text)
         excluded = [examples] * len(vectors)
         if query.ids:
             excluded = [examples | {id} for id in query.ids]
@@ -295,11 +295,11 @@ def _by_example(
     vectors = np.stack([_example_vector(bundle, items, example) for example in examples])
     likes, dislikes = np.split(vectors, [len(query.likes)])
     spans = spans_of(bundle)
-    if queries is None:
+    if queries is None and query.text is None:
         if not len(likes):
             raise DataError("A search needs a query or something to like besides the dislikes.")
         return rocchio(likes, dislikes, spans)[None], True, items.keys()
-    encoded, _, is_single = encode_queries(bundle, queries)
+    encoded, _, is_single = encode_queries(bundle, queries, query.text)
     moved = [rocchio(np.vstack([row[None], likes]), dislikes, spans) for row in encoded]
     return np.array(moved, np.float32).reshape(encoded.shape), is_single, items.keys()
 

@@ -242,8 +242,10 @@ class Index:
 
                 Several queries return a list with one list of hits per query: a list of images or
                 of vectors, an array (N, F) or (N, P), or `Encoded` from the bundle's `encode`.
-                `None` searches for what `like` names.
+                `None` searches for `text`, or for what `like` names.
             k: number of hits; fewer if the index has fewer items.
+            text: a text such as "red mug" instead of `queries`, if the bundle has a text encoder;
+                or a list of texts, which returns a list with one list of hits per text.
             candidates: number of candidates per sub-space that are rescored. Defaults to the number
                 that the bundle defines.
             filter: search only items that match this filter: text such as
@@ -272,9 +274,9 @@ class Index:
 
         Raises:
             DataError: an image cannot be decoded; a vector has another width or holds NaN; a list
-                mixes images and vectors; an option has no such value; or the bundle has a rescorer,
-                which compares codes, and a query is a vector, which has no code. For a list, the
-                message names the item.
+                mixes images and vectors; the bundle takes no texts; an option has no such value; or
+                the bundle has a rescorer, which compares codes, and a query is a vector, which has
+                no code. For a list, the message names the item.
             StoreError: the index is closed.
         """
         if options:

@@ -123,7 +123,9 @@ class Hits(list[Hit]):
 
 
 def encode_queries(
-    bundle: Bundle, queries: Encoded | QueryLike | Sequence[QueryLike] | Array
+    bundle: Bundle,
+    queries: Encoded | QueryLike | Sequence[QueryLike] | Array | None,
+    text: str | Sequence[str] | None = None,
 ) -> tuple[Floats32, Floats32 | None, bool]:
     """Return the vectors (Q, P) and codes (Q, C) of queries, and whether a single one was passed.
 
@@ -137,13 +139,24 @@ def encode_queries(
             (F,) if the bundle takes features, otherwise an output of the encoder (P,). Several
             vectors may be one array (N, F) or (N, P), and several images one array or tensor, as
             for `encode`. An `Encoded` may come from the bundle's `encode`.
+        text: one or several texts instead of queries. Beside them, `queries` may only be their
+            `Encoded`, from the bundle's `encode_text`.
 
     Raises:
-        DataError: a query cannot be used, or a list mixes images and vectors. For a list, the
-            message names the query.
+        DataError: a query cannot be used, a list mixes images and vectors, or the bundle takes no
+            texts. For a list, the message names the query.
         Superseded: an `Encoded` comes from another bundle.
     """
-    encoded, is_single = _encoded(bundle, queries)
+    if text is None:
+        encoded, is_single = _encoded(bundle, queries)
+    elif queries is None:
+        encoded = bundle.encode_text(text)
+        is_single = isinstance(text, str)
+    elif isinstance(queries, Encoded):
+        encoded = queries
+        is_single = isinstance(text, str)
+    else:
+        raise DataError("Search with an image or vector, or with a text, not with both.")
     rescores = bundle.manifest.rescorer is not None
     width = bundle.manifest.vector
     codes = None
@@ -177,7 +190,7 @@ def encode_queries(
 
 
 def _encoded(
-    bundle: Bundle, queries: Encoded | QueryLike | Sequence[QueryLike] | Array
+    bundle: Bundle, queries: Encoded | QueryLike | Sequence[QueryLike] | Array | None
 ) -> tuple[Encoded | Array, bool]:
     """Return queries, encoded or as vectors (Q, P), and whether a single query was passed."""
     if isinstance(queries, Encoded):

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from numbers import Integral, Real
 from typing import Any, TypeAlias, TypedDict, Unpack
 
+from retrieval.bundle.text import checked_texts
 from retrieval.errors import DataError, at_least_one
 from retrieval.images.preprocessing import ImageLike, is_image
 from retrieval.store.filters import FilterLike
@@ -27,6 +28,7 @@ class Id(str):
 class QueryOptions(TypedDict, total=False):
     """The keywords of `Index.search`; see there."""
 
+    text: str | Sequence[str] | None
     candidates: int | None
     filter: FilterLike
     like: Likes
@@ -47,6 +49,7 @@ class Query:
 
     Attributes:
         k: number of hits or, with `group_by`, of groups.
+        text: text of the query, or one for each query; `None` for queries that are no texts.
         candidates: number of candidates per sub-space that are rescored.
         filter: filter that hits match.
         likes: ids of items or pictures that hits should resemble.
@@ -67,6 +70,7 @@ class Query:
     """
 
     k: int = 10
+    text: str | Sequence[str] | None = None
     candidates: int | None = None
     filter: FilterLike = None
     likes: tuple[Any, ...] = ()
@@ -87,6 +91,15 @@ class Query:
         if self.candidates is not None:
             count = at_least_one("The number of candidates", self.candidates)
             object.__setattr__(self, "candidates", count)
+        if self.text is not None:
+            texts = checked_texts(self.text, "text")
+            if not isinstance(self.text, str):
+                object.__setattr__(self, "text", tuple(texts))
+            if self.scores:
+                raise DataError(
+                    "The index is calibrated for queries like its items, not for texts, whose"
+                    " distances are larger. Leave scores out."
+                )
         if self.is_plain:
             return
         object.__setattr__(self, "group_size", at_least_one("group_size", self.group_size))

@@ -67,13 +67,13 @@ def test_a_name_is_nearest_to_the_images_of_its_digit(path, makers):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "the text is empty"),
-        (" \n\t\u3000", "the text is empty"),
+        ("", "The text is empty"),
+        (" \n\t\u3000", "The text is empty"),
         ("a" * 10_001, "has 10,001 characters; the limit is 10,000"),
         ("a\0b", "NUL character"),
         ("\ud83d", "surrogate"),
-        (b"red", "a text is needed, not bytes"),
-        (None, "a text is needed, not NoneType"),
+        (b"red", "A text is needed, not bytes"),
+        (None, "A text is needed, not NoneType"),
     ],
 )
 def test_what_is_no_text_is_refused_by_its_place(path, text, says):
@@ -84,7 +84,7 @@ def test_what_is_no_text_is_refused_by_its_place(path, text, says):
 def test_bundles_without_text_say_so(bundle_path):
     bundle = opened(bundle_path)
     assert not bundle.takes_text
-    with pytest.raises(BundleError, match=r"no text encoder.*Export a model that was trained"):
+    with pytest.raises(DataError, match=r"no text encoder.*Export a model that was trained"):
         bundle.encode_text(["one"])
     assert "text" not in json.loads((bundle_path / "manifest.json").read_text())
 
