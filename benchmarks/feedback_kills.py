@@ -1,25 +1,34 @@
-"""Kill a server that takes feedback, again and again, and compare its file with what was
-acknowledged.
+"""Kill a server that takes feedback and the worker that learns from it, at once, again and again.
 
     # writes results/raw/feedback_kills.json and results/feedback_kills.md
     python benchmarks/feedback_kills.py --count 200 --seed 0
 
-Four clients search scikit-learn's digits over HTTP and mark hits of their searches, each one after
-the other; some marks change earlier ones. SIGKILL ends the server at a random moment. Then the file
-is compared with what the clients know: every acknowledged mark must be there, with the value that
-was acknowledged last, once; a request without an answer may have stored all of its marks or none.
-The next server gets the requests without an answer again, and must count only what is new.
+Users of scikit-learn's digits search over HTTP and click what is drawn as thick as their query, one
+search after the other. Meanwhile three users change the marks of whole pages again and again, from
+which nothing follows. A worker learns, tries what it learned, and switches. SIGKILL ends both
+processes at a random moment. Then the file is compared with what the clients know: every
+acknowledged mark must be there, with the value that was acknowledged last, once; a request without
+an answer may have stored all of its marks or none. The next server gets the requests without an
+answer again, and must count only what is new.
 
-Only the process dies. The system lives, and keeps everything that it was given to write.
+A history ends when something learned is served and on probation against its predecessor. Then an
+undisturbed worker on a new index gets the same feedback, as much before each trial as the trial
+says: generations, what they serve, and trials with their heads, voters and verdicts must be the
+same.
+
+Only the processes die. The system lives, and keeps everything that it was given to write.
 """
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
+import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,114 +37,171 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from retrieval.cli.app import main as run_command
-from retrieval.feedback.record import DISLIKED, FEEDBACK_FILE, LIKED, FeedbackRecord
+from retrieval.feedback.record import CLICKED, DISLIKED, FEEDBACK_FILE, LIKED, FeedbackRecord
+from retrieval.index.index import open_index
+from retrieval.index.integrity import check_index
+from retrieval.store import local
 
 import living_model as living
-from bench import machine, one_thread, page
-from scaled_bundle import make_bundle, make_index
+from bench import alone, machine, one_thread, page
+from feedback import Users, loaded, make_index
+from retrieval_feedback.worker import Worker
 
-CLIENTS = 4
+MARKERS, PAGES = 3, 5
+"""Users who change their marks, and the pages of each."""
+USERS = 60
 SHOWN = 10
+PAUSE = 0.02
+"""Seconds between two searches of a client."""
+LONGEST = 6.0
+"""Seconds from the start until both are killed, at most; learning takes about three."""
+LEARNERS = ("feedback.low_rank", "feedback.diagonal")
+DONE = ("waits", "learned nothing", "on trial")
+"""Actions after which a worker can do no more without new feedback."""
+WORDS = {"liked": LIKED, "disliked": DISLIKED, "clicked": CLICKED}
 Key = tuple[str, str, str]
 """Id of a search, voter and item."""
-WORDS = {"liked": LIKED, "disliked": DISLIKED}
+Body = dict[str, Any]
+
+
+# Clients
 
 
 @dataclass
-class Voter:
-    """What one client knows of its marks.
+class Client:
+    """What one client knows of its searches and marks.
 
     Attributes:
+        searches: ids of its searches.
         marks: acknowledged marks.
         doubtful: the last request, if it has no answer.
         acknowledged: number of acknowledged requests.
-        lost: number of searches without marks that a killed server had not written.
+        lost: number of searches without marks that the last killed server had not written.
+        wrong: what differed.
     """
 
-    name: str
     chance: random.Random
+    searches: set[str] = field(default_factory=set)
     marks: dict[Key, int] = field(default_factory=dict)
-    doubtful: dict[str, Any] | None = None
+    doubtful: Body | None = None
     acknowledged: int = 0
     lost: int = 0
     wrong: list[str] = field(default_factory=list)
-    searches: list[tuple[str, list[str]]] = field(default_factory=list)
 
-    def changed(self, body: dict[str, Any]) -> dict[Key, int]:
-        """Return the marks of a request."""
-        return {
-            (body["search_id"], f"/{self.name}", item): mark
-            for word, mark in WORDS.items()
-            for item in body[word]
-        }
-
-    def work(self, port: int, vectors: Any) -> None:
+    def work(self, port: int) -> None:
         """Search and mark until the server is gone."""
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         try:
             if self.doubtful is not None:
-                self._mark(connection, self.doubtful)
+                self.mark(connection, self.doubtful)
             while True:
-                if not self.searches or self.chance.random() < 0.7:
-                    vector = vectors[self.chance.randrange(len(vectors))].tolist()
-                    found = ask(connection, "search", {"vector": vector, "k": SHOWN})
-                    hits = [hit["id"] for hit in found["results"]]
-                    self.searches.append((found["search_id"], hits))
-                search_id, hits = self.chance.choice(self.searches[-5:])
-                marked = self.chance.sample(hits, self.chance.randint(1, 5))
-                cut = self.chance.randint(0, len(marked))
-                body = {"search_id": search_id, "liked": marked[:cut], "disliked": marked[cut:]}
-                self._mark(connection, body | {"user": self.name})
+                self.turn(connection)
+                # The worker needs the processor, too.
+                time.sleep(PAUSE)
         except (OSError, http.client.HTTPException):
             connection.close()
 
-    def _mark(self, connection: http.client.HTTPConnection, body: dict[str, Any]) -> None:
+    def turn(self, connection: http.client.HTTPConnection) -> None:
+        """Send a search, marks, or both."""
+        raise NotImplementedError
+
+    def search(
+        self, connection: http.client.HTTPConnection, query: int, user: str
+    ) -> tuple[str, list[str]]:
+        """Return the id of a search by an item, and its hits."""
+        found = ask(connection, "search", {"id": str(query), "k": SHOWN, "user": user})
+        self.searches.add(found["search_id"])
+        return found["search_id"], [hit["id"] for hit in found["results"]]
+
+    def mark(self, connection: http.client.HTTPConnection, body: Body) -> None:
+        """Send marks, and compare what is counted."""
         self.doubtful = body
         answer = ask(connection, "feedback", body)
+        self.doubtful = None
         if answer is None:
             # The server was killed before it had written this search.
             if any(search == body["search_id"] for search, _, _ in self.marks):
                 self.wrong.append(f"the search of {body} is lost, which had marks")
-            self.searches = [entry for entry in self.searches if entry[0] != body["search_id"]]
-            self.doubtful = None
             self.lost += 1
             return
-        counted = answer["counted"]
-        new = {key: mark for key, mark in self.changed(body).items() if self.marks.get(key) != mark}
-        if counted != len(new):
-            self.wrong.append(f"{body} counted {counted}, not {len(new)}")
+        new = {key: mark for key, mark in marks_of(body).items() if self.marks.get(key) != mark}
+        if answer["counted"] != len(new):
+            self.wrong.append(f"{body} counted {answer['counted']}, not {len(new)}")
         self.marks |= new
-        self.doubtful = None
         self.acknowledged += 1
 
     def settle(self, kept: dict[Key, int]) -> str:
         """Compare the client's marks with the file's; return what became of the last request."""
-        own = {key: mark for key, mark in kept.items() if key[1] == f"/{self.name}"}
-        if self.doubtful is None:
-            if own != self.marks:
-                self.wrong.append(f"{self.name}: {difference(own, self.marks)}")
-            self.marks = own
-            return "no request ran"
-        after = self.marks | self.changed(self.doubtful)
+        own = {key: mark for key, mark in kept.items() if key[0] in self.searches}
+        after = self.marks
+        if self.doubtful is not None:
+            after = self.marks | marks_of(self.doubtful)
         if own not in (self.marks, after):
-            self.wrong.append(f"{self.name}: {difference(own, self.marks)}")
-        outcome = "same either way"
-        if after != self.marks:
-            outcome = "there" if own == after else "not there"
+            difference = sorted(set(own.items()) ^ set(self.marks.items()))[:3]
+            self.wrong.append(f"marks differ: {difference}")
+        outcome = "there" if own == after else "not there"
+        if after == self.marks:
+            outcome = "no request ran" if self.doubtful is None else "same either way"
         self.marks = own
         return outcome
 
 
-def difference(kept: dict[Key, int], known: dict[Key, int]) -> str:
-    """Return a few of the marks that differ."""
-    return str(sorted(set(kept.items()) ^ set(known.items()))[:3])
+@dataclass
+class Teacher(Client):
+    """Users with a taste, one of whom searches at a time: the order of their feedback is known."""
+
+    users: Users | None = None
+
+    def turn(self, connection: http.client.HTTPConnection) -> None:
+        """Search, and click what fits."""
+        assert self.users is not None
+        user, query = self.users.query()
+        search_id, hits = self.search(connection, query, f"u{user % USERS}")
+        clicks = self.users.clicked(user, query, np.array([int(hit) for hit in hits]))
+        if clicks:
+            body = {"search_id": search_id, "clicked": [str(row) for row in clicks]}
+            self.mark(connection, body | {"user": f"u{user % USERS}"})
 
 
-def ask(connection: http.client.HTTPConnection, route: str, body: dict[str, Any]) -> Any:
+@dataclass
+class Marker(Client):
+    """A user who likes or dislikes whole pages, which prefers no hit to another."""
+
+    name: str = ""
+    pages: list[tuple[str, list[str]]] = field(default_factory=list)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all pages have marks."""
+        return len(self.marks) == PAGES * SHOWN
+
+    def turn(self, connection: http.client.HTTPConnection) -> None:
+        """Mark a page: a new one, if there are not enough."""
+        if len(self.pages) < PAGES:
+            self.pages.append(self.search(connection, self.chance.randrange(1000), self.name))
+            search_id, hits = self.pages[-1]
+        else:
+            search_id, hits = self.chance.choice(self.pages)
+        word = self.chance.choice(["liked", "disliked"])
+        self.mark(connection, {"search_id": search_id, word: hits, "user": self.name})
+
+
+def marks_of(body: Body) -> dict[Key, int]:
+    """Return the marks of a request."""
+    return {
+        (body["search_id"], f"/{body['user']}", item): mark
+        for word, mark in WORDS.items()
+        for item in body.get(word, ())
+    }
+
+
+def ask(connection: http.client.HTTPConnection, route: str, body: Body) -> Any:
     """Return the answer to a request, or None if it names an unknown search.
 
     Raises:
@@ -152,6 +218,9 @@ def ask(connection: http.client.HTTPConnection, route: str, body: dict[str, Any]
     return json.loads(content)
 
 
+# Processes
+
+
 @contextmanager
 def server(index: Path) -> Iterator[tuple[int, int]]:
     """Fork a server; yield its process and port."""
@@ -159,7 +228,7 @@ def server(index: Path) -> Iterator[tuple[int, int]]:
     if not (process := os.fork()):
         os.dup2(write, 1)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        sys.argv = ["retrieval", "serve", str(index), "--port", "0", "--feedback"]
+        sys.argv = ["retrieval", "serve", str(index), "--port", "0", "--feedback", "--explore", "1"]
         run_command()
         os._exit(1)
     os.close(write)
@@ -173,9 +242,26 @@ def server(index: Path) -> Iterator[tuple[int, int]]:
         os.waitpid(process, 0)
 
 
-def kept_marks(index: Path) -> tuple[dict[Key, int], list[str]]:
+def learn(folder: Path, go: Event) -> None:
+    """Work as `retrieval learn --follow` does, once `go` is set."""
+    # Otherwise most kills would meet a process that waits.
+    local._NOTICE_SECONDS = 0.5
+    go.wait()
+    with open_index(folder, threads=1) as index, opened(folder) as record:
+        worker = Worker(index, record, LEARNERS)
+        with record.worker_lock():
+            while True:
+                if worker.step().action in DONE:
+                    time.sleep(0.05)
+
+
+def opened(folder: Path) -> FeedbackRecord:
+    return FeedbackRecord.open(folder / FEEDBACK_FILE)
+
+
+def kept_marks(folder: Path) -> tuple[dict[Key, int], list[str]]:
     """Return the marks in the file, and what is wrong with it."""
-    with FeedbackRecord.open(index / FEEDBACK_FILE) as record:
+    with opened(folder) as record:
         entries = record.judged()
         count = record.counts()["marks"]
     rows = [
@@ -190,92 +276,227 @@ def kept_marks(index: Path) -> tuple[dict[Key, int], list[str]]:
     return dict(rows), wrong
 
 
-def kills(count: int, seed: int, folder: Path) -> list[living.Row]:
-    """Kill as many servers of one index; return a row for each."""
-    from sklearn.datasets import load_digits
+def stage(folder: Path) -> str:
+    """Return how far the worker is."""
+    with opened(folder) as record, open_index(folder, threads=1) as index:
+        trials = record.trials()
+        if any(generation.state == "building" for generation in index.store.generations()):
+            return "a generation is built"
+    if not trials:
+        return "before the first trial"
+    if trials[-1].verdict is not None:
+        return f"{trials[-1].verdict}, before the next trial"
+    return f"{trials[-1].kind} is open"
 
-    vectors = load_digits().data.astype("float32")
-    make_bundle(folder / "bundle", vectors.shape[1], 1.0)
-    make_index(folder / "index", folder / "bundle", vectors)
-    chance = random.Random(seed)
-    voters = [Voter(f"user{n}", random.Random(1000 * seed + n)) for n in range(CLIENTS)]
-    rows: list[living.Row] = []
-    for _ in range(count):
-        begun = [(voter, voter.acknowledged) for voter in voters]
-        with server(folder / "index") as (process, port):
-            threads = [
-                threading.Thread(target=voter.work, args=(port, vectors)) for voter in voters
-            ]
+
+# What comes out
+
+
+def finish(worker: Worker) -> None:
+    """Let a worker do all that it can."""
+    while worker.step().action not in DONE:
+        pass
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Let a worker finish, and return what the index serves and what the record says of trials."""
+    local._NOTICE_SECONDS = 0.5
+    with open_index(folder, threads=1) as index, opened(folder) as record:
+        with record.worker_lock():
+            finish(Worker(index, record, LEARNERS))
+        numbers = [entry.n for entry in record.judged()]
+        facts = {
+            "generations": [[g.number, g.bundle, g.state] for g in index.store.generations()],
+            "vector": hashlib.sha256(index.vector(index.scan(limit=1)[0].id).tobytes()).hexdigest(),
+            "trials": [
+                [
+                    *(trial.n, trial.kind, trial.challenger, trial.incumbent, trial.verdict),
+                    *(sum(n <= trial.cutoff for n in numbers), sorted(trial.voters)),
+                ]
+                for trial in record.trials()
+            ],
+        }
+    return facts | {"faults": [str(fault) for faults in check_index(folder) for fault in faults]}
+
+
+def repeat(kept: Path, folder: Path) -> None:
+    """Give an undisturbed worker on the new index `folder` the feedback that `kept` has."""
+    local._NOTICE_SECONDS = 0.5
+    with opened(kept) as record:
+        entries = record.judged()
+        trials = record.trials()
+    with (
+        open_index(folder, threads=1) as index,
+        FeedbackRecord.open(folder / FEEDBACK_FILE, create=True) as record,
+    ):
+        worker = Worker(index, record, LEARNERS)
+        for trial in trials:
+            while entries and entries[0].n <= trial.cutoff:
+                add(record, entries.pop(0))
+            finish(worker)
+        for entry in entries:
+            add(record, entry)
+
+
+def add(record: FeedbackRecord, entry: Any) -> None:
+    record.note_searches([entry.search])
+    for voter, marks in entry.marks.items():
+        record.add(entry.search.id, voter, marks)
+
+
+# Histories
+
+
+def prepare(folder: Path) -> None:
+    """Write an index of digits."""
+    folder.mkdir()
+    vectors, _, _ = loaded("digits", Path())
+    make_index(folder, vectors, np.arange(len(vectors))).close()
+
+
+def history(folder: Path, chance: random.Random, most: int) -> Iterator[living.Row]:
+    """Kill servers and workers of one index until something learned has come on probation.
+
+    Yields:
+        A row for each kill, at most `most`.
+    """
+    vectors, labels, taste = loaded("digits", Path())
+    users = Users("hidden", vectors, labels, taste, np.arange(len(vectors)), chance.getrandbits(32))
+    markers = [Marker(random.Random(chance.random()), name=f"m{n}") for n in range(MARKERS)]
+    clients: list[Client] = [Teacher(random.Random(chance.random()), users=users), *markers]
+    context = multiprocessing.get_context("fork")
+    for _ in range(most):
+        begun = [client.acknowledged for client in clients]
+        go = context.Event()
+        worker = context.Process(target=learn, args=(folder, go))
+        worker.start()
+        with server(folder) as (process, port):
+            threads = [threading.Thread(target=client.work, args=(port,)) for client in clients]
             for thread in threads:
                 thread.start()
-            # The moment is random once all clients are at work.
+            # The moment is random once all are at work.
             end = time.monotonic() + 60
-            while (
-                any(voter.acknowledged == count for voter, count in begun)
-                and time.monotonic() < end
+            while time.monotonic() < end and not (
+                all(marker.is_ready for marker in markers)
+                and all(c.acknowledged > count for c, count in zip(clients, begun, strict=True))
             ):
                 time.sleep(0.01)
-            time.sleep(chance.expovariate(2))
+            go.set()
+            time.sleep(chance.uniform(0.0, LONGEST))
             os.kill(process, signal.SIGKILL)
+            was_alive = worker.is_alive()
+            worker.kill()
+        worker.join()
         for thread in threads:
             thread.join()
-        kept, wrong = kept_marks(folder / "index")
-        outcomes = [voter.settle(kept) for voter in voters]
-        wrong += [text for voter in voters for text in voter.wrong]
-        if strangers := {voter for _, voter, _ in kept} - {f"/{voter.name}" for voter in voters}:
-            wrong.append(f"marks of {strangers}")
-        for voter in voters:
-            voter.wrong = []
-        acknowledged = sum(voter.acknowledged - count for voter, count in begun)
-        rows.append(
-            {
-                "outcomes": outcomes,
-                "wrong": wrong,
-                "acknowledged": acknowledged,
-                "marks": len(kept),
-                "lost": sum(voter.lost for voter in voters),
-            }
-        )
-        living.report(len(rows), rows[-1])
-    return rows
+        kept, wrong = kept_marks(folder)
+        outcomes = [client.settle(kept) for client in clients]
+        wrong += [text for client in clients for text in client.wrong]
+        known = set[str]().union(*(client.searches for client in clients))
+        if strangers := {search for search, _, _ in kept} - known:
+            wrong.append(f"marks of unknown searches: {sorted(strangers)[:3]}")
+        if not was_alive:
+            wrong.append("the worker ended by itself")
+        lost = sum(client.lost for client in clients)
+        for client in clients:
+            client.wrong = []
+            client.lost = 0
+        reached = alone(stage, folder, new=False)
+        yield {
+            "stage": reached,
+            "outcomes": outcomes,
+            "wrong": wrong,
+            "acknowledged": sum(client.acknowledged for client in clients) - sum(begun),
+            "marks": len(kept),
+            "lost": lost,
+        }
+        with opened(folder) as record:
+            if any(trial.kind == "probation" for trial in record.trials()):
+                return
+
+
+def kills(count: int, seed: int, scratch: Path) -> tuple[list[living.Row], list[living.Row]]:
+    """Return a row for each kill, and one for each history."""
+    alone(prepare, scratch / "new", new=False)
+    chance = random.Random(seed)
+    rows: list[living.Row] = []
+    histories: list[living.Row] = []
+    while len(rows) < count:
+        folder, other = scratch / "killed" / "index", scratch / "undisturbed" / "index"
+        for copy in (folder, other):
+            shutil.rmtree(copy.parent, ignore_errors=True)
+            shutil.copytree(scratch / "new", copy.parent)
+        for row in history(folder, chance, count - len(rows)):
+            rows.append(row)
+            living.report(len(rows), row)
+        outcomes = [alone(outcome, folder, new=False)]
+        alone(repeat, folder, other, new=False)
+        outcomes.append(alone(outcome, other, new=False))
+        wrong = [text for facts in outcomes for text in facts.pop("faults")]
+        wrong += [
+            f"{name}: {value}, undisturbed {outcomes[1][name]}"
+            for name, value in outcomes[0].items()
+            if value != outcomes[1][name]
+        ]
+        verdicts = [trial[4] or "open" for trial in outcomes[0]["trials"]]
+        histories.append({"wrong": wrong, "verdicts": verdicts, "marks": rows[-1]["marks"]})
+        print(histories[-1], flush=True)
+    return rows, histories
 
 
 def render(raw: living.Row) -> str:
     wrong = "\n".join(f"- {text}" for text in raw["wrong"][:50])
-    outcomes = ", ".join(f"{count} {name}" for name, count in sorted(raw["outcomes"].items()))
+    counts = {
+        name: ", ".join(f"{count} {value}" for value, count in sorted(raw[name].items()))
+        for name in ("outcomes", "stages", "verdicts")
+    }
     return page(f"""
-        # A server that takes feedback and is killed
+        # A server that takes feedback and a worker that learns from it, killed at once
 
         `python benchmarks/feedback_kills.py --count {raw["kills"]} --seed {raw["seed"]}`;
         {raw["machine"]}.
 
-        {raw["kills"]:,} servers were killed by SIGKILL at a random moment, while {CLIENTS} clients
-        searched and marked hits. {raw["acknowledged"]:,} requests with marks were acknowledged.
-        After each kill the file had every acknowledged mark once, with the value that was
-        acknowledged last, and of a request without an answer all marks or none; the next server got
-        these requests again and counted only what was new.
+        {raw["kills"]:,} times, SIGKILL ended a server and its worker at a random moment, while
+        users searched and marked hits over HTTP. {raw["acknowledged"]:,} requests with marks were
+        acknowledged. After each kill the file had every acknowledged mark once, with the value that
+        was acknowledged last, and of a request without an answer all marks or none; the next server
+        got these requests again and counted only what was new. At the end of each of
+        {raw["histories"]} histories an undisturbed worker, given the same feedback, came to the
+        same generations, the same trials with heads, voters and verdicts, and served the same.
 
-        **Differences: {len(raw["wrong"])}.** {raw["marks"]:,} marks at the end.
+        **Differences: {len(raw["wrong"])}.**
 
-        The last request of each client at the kill: {outcomes} ("same either way": its marks were
-        there already). {raw["lost"]} requests named a search that was answered just before a kill,
-        had no mark yet and had not been written; the server promises to keep none of these, and
-        answered 404.
+        How far the worker was at the kills: {counts["stages"]}. Verdicts of all trials:
+        {counts["verdicts"]}.
+
+        The last request of each client at the kill: {counts["outcomes"]} ("same either way": its
+        marks were there already). {raw["lost"]} requests named a search that was answered just
+        before a kill, had no mark yet and had not been written; the server promises to keep none of
+        these, and answered 404.
 
         {wrong}
     """)
+
+
+def counted(values: list[str]) -> dict[str, int]:
+    return {value: values.count(value) for value in sorted(set(values))}
 
 
 def main() -> None:
     options = living.run_arguments(__doc__, count=200).parse_args()
     one_thread()
     with tempfile.TemporaryDirectory() as folder:
-        rows = kills(options.count, options.seed, Path(folder))
+        rows, histories = kills(options.count, options.seed, Path(folder))
     raw = living.summary("kills", rows, options.seed)
+    raw["wrong"] += [text for row in histories for text in row["wrong"]]
+    raw["histories"] = len(histories)
     raw["acknowledged"] = sum(row["acknowledged"] for row in rows)
-    raw |= {name: rows[-1][name] for name in ("marks", "lost")}
-    outcomes = [outcome for row in rows for outcome in row["outcomes"]]
-    raw["outcomes"] = {name: outcomes.count(name) for name in set(outcomes)}
+    raw["lost"] = sum(row["lost"] for row in rows)
+    raw["stages"] = counted([row["stage"] for row in rows])
+    raw["outcomes"] = counted([text for row in rows for text in row["outcomes"]])
+    raw["verdicts"] = counted(
+        [verdict or "open" for row in histories for verdict in row["verdicts"]]
+    )
     raw["machine"] = machine()
     living.conclude("feedback_kills", raw, render(raw), options.output)
 

@@ -1,4 +1,4 @@
-"""A short run of `benchmarks/feedback_kills.py`, and a check that it detects a loss."""
+"""A short run of `benchmarks/feedback_kills.py`, and checks that it detects what differs."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_a_killed_server_loses_no_acknowledged_mark(tmp_path):
+def test_a_killed_server_and_worker_lose_no_acknowledged_mark(tmp_path):
     script = BENCHMARKS / "feedback_kills.py"
     line = [sys.executable, script, "--count", "4", "--seed", "3", "--output", tmp_path]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -25,7 +25,7 @@ def test_a_killed_server_loses_no_acknowledged_mark(tmp_path):
 def test_a_loss_is_detected():
     model: Any = importlib.import_module("feedback_kills")
     key = ("search", "/user0", "item")
-    body = {"search_id": "search", "liked": ["other"], "disliked": ["third"]}
+    body = {"search_id": "search", "liked": ["other"], "disliked": ["third"], "user": "user0"}
     for kept, outcome in (
         ({key: 1}, "not there"),
         ({key: 1, ("search", "/user0", "other"): 1, ("search", "/user0", "third"): -1}, "there"),
@@ -33,7 +33,7 @@ def test_a_loss_is_detected():
         ({key: -1}, None),
         ({}, None),
     ):
-        voter = model.Voter("user0", random.Random(0), marks={key: 1}, doubtful=body)
-        result = voter.settle(kept)
-        assert bool(voter.wrong) == (outcome is None)
+        client = model.Client(random.Random(0), {"search"}, {key: 1}, body)
+        result = client.settle(kept)
+        assert bool(client.wrong) == (outcome is None)
         assert outcome in (None, result)
