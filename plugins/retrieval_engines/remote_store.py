@@ -18,10 +18,11 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from retrieval.bundle.bundle import Bundle
@@ -43,61 +44,24 @@ from retrieval.store.filters import And, Exists, Filter
 from retrieval.store.filters.tree import Condition, Field, Joint, fold
 from retrieval.store.items import (
     FEATURES,
-    VECTOR,
     Floats,
     Generation,
     Item,
     check_embedded,
     checked,
     refuse_fields,
-    served_of,
     spans_of,
     usable,
 )
 from retrieval.store.kept_bundles import bundle_pieces, kept_bundle
 
+from retrieval_engines.register import REGISTER, RegisterContent, field_notes, generation_of
 from retrieval_engines.rows import PIECE_BYTES, Row
 
 ENGINE_FORMAT = 1
 # The engines' numbers are float64, which represents smaller integers exactly.
 EXACT = 1 << 53
-REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
-"""Stands for the register in calls that take a generation; its rows have no arrays."""
-
 Conditions = Sequence[Any]
-
-
-@dataclass(frozen=True)
-class RegisterContent:
-    """What the register says at one moment.
-
-    Attributes:
-        notes: all notes by name; the value of a deleted note is None.
-        generations: all generations, oldest first.
-    """
-
-    notes: Mapping[str, Any]
-    generations: tuple[Generation, ...]
-
-    @property
-    def served(self) -> Generation:
-        """The generation that is served."""
-        return served_of(self.generations)
-
-    def latest(self, generation: Generation) -> Generation:
-        """Return a generation in its latest state; raise a `StoreError` if it was dropped."""
-        for latest in self.generations:
-            if latest.number == generation.number:
-                return latest
-        raise StoreError("This generation was dropped.")
-
-    def note(self, generation: Generation) -> dict[str, Any]:
-        """Return the note of a generation."""
-        return dict(self.notes[f"generation {generation.number}"])
-
-    def names(self, prefix: str) -> list[str]:
-        """Return the names of the notes that begin with a prefix, without the prefix."""
-        return [name.removeprefix(prefix) for name in self.notes if name.startswith(prefix)]
 
 
 class RemoteStore(Store):
@@ -221,7 +185,8 @@ class RemoteStore(Store):
 
         Args:
             field: "id", "label" or a path of names in the metadata.
-            op: "=", "<", "<=", ">" or ">="; all but "=" have one value.
+            op: "=", "!=", "<", "<=", ">", ">=" or "exists"; all but "=" have one value, and
+                "exists" has none.
             values: strings, numbers, True, False or None.
 
         Returns:
@@ -235,6 +200,26 @@ class RemoteStore(Store):
         """Return the client's keyword arguments that limit one request to `seconds`."""
         return {}
 
+    def _writing(self) -> AbstractContextManager[object]:
+        """Return a context of calls that write; it may be entered again inside itself.
+
+        An "atomic" store makes it a transaction that excludes other writers. Here it only excludes
+        other threads.
+        """
+        return self._turn
+
+    def _reading(self) -> AbstractContextManager[object]:
+        """Return a context of calls that read; an "atomic" store reads one state inside it."""
+        return nullcontext()
+
+    def _may_retry(self) -> bool:
+        """Return whether a request that failed may be sent again: not inside a transaction."""
+        return True
+
+    def _size(self, register: RegisterContent) -> int | None:
+        """Return the disk space of the index in bytes, or None if the engine does not tell."""
+        return None
+
     # Requests
 
     def collection(self, number: int) -> str:
@@ -245,7 +230,7 @@ class RemoteStore(Store):
     def _request(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call a method of the client; retry it for up to `timeout` seconds.
 
-        Every request may be sent twice without harm.
+        Unless `_may_retry` says otherwise, every request may be sent twice without harm.
         """
         give_up = time.monotonic() + self.timeout
         pause = 0.05
@@ -254,7 +239,7 @@ class RemoteStore(Store):
             if self._closed:
                 raise self._closed_error()
             if now > stop_at():
-                raise TooSlow(f"A call to {self.address} takes too long. Request less.")
+                raise self._slow_error()
             try:
                 left = min(give_up, stop_at()) - now
                 return method(*arguments, **named, **self._time_limit(max(0.5, left)))
@@ -267,13 +252,18 @@ class RemoteStore(Store):
                 unreachable, sentence = self._explain_error(error)
                 if not unreachable:
                     raise StoreError(f"{self.address}: {self.engine} refuses: {sentence}") from None
-                if time.monotonic() + pause > give_up:
+                if time.monotonic() > stop_at():
+                    raise self._slow_error() from None
+                if time.monotonic() + pause > give_up or not self._may_retry():
                     raise StoreUnavailable(
                         f"{self.engine} does not answer for {self.address}: {sentence} Try again in"
                         " a moment."
                     ) from None
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
+
+    def _slow_error(self) -> TooSlow:
+        return TooSlow(f"A call to {self.address} takes too long. Request less.")
 
     def _closed_error(self) -> StoreError:
         return StoreError(
@@ -291,20 +281,20 @@ class RemoteStore(Store):
         return [fold(part, self._to_condition, self._join_conditions) for part in parts]
 
     def _to_condition(self, condition: Condition) -> Any:
-        expression = None
-        if isinstance(condition, Exists):
+        op = "exists"
+        if not isinstance(condition, Exists):
+            op = condition.op
+        elif condition.field == "id":
             # Every item has an id.
-            if condition.field == "id":
-                return self._join_conditions("not", [self._condition("id", "=", ())])
-        elif condition.op != "!=":
-            expression = self._condition(condition.field, condition.op, condition.values)
+            return self._join_conditions("not", [self._condition("id", "=", ())])
+        expression = self._condition(condition.field, op, condition.values)
         if expression is None:
             field: Any = condition.field
             if not isinstance(field, str):
                 field = ".".join(field)
             raise DataError(
                 f"{self.engine} cannot decide on '{field}'. This store supports only =, in, and,"
-                " or, not, and <, <=, >, >= on numbers; an index in a folder supports every filter."
+                " or, not, and <, <=, >, >= on numbers; a folder and Postgres support every filter."
             )
         return expression
 
@@ -312,22 +302,26 @@ class RemoteStore(Store):
 
     def make(self, bundle: Bundle, widths: Mapping[str, int], identity: str) -> None:
         """Create the index, which exists once its alias does; see `StorePlace.create`."""
-        if self._aliased_collection() is not None:
-            raise StoreError(f"{self.address} exists already.")
         # An index that is deleted and created again has other collections, so that a process which
         # still has the old one open notices: `changed`.
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
-        self._prefix = f"{self.name}{self.separator}{digest}{self.separator}"
-        # A call that was killed may have left collections.
-        self._delete_collections(self._prefix)
-        try:
-            self._create_collection(REGISTER)
-            self._write_notes({"index": {"format": ENGINE_FORMAT, "identity": identity}})
-            self._add_generation(1, bundle, widths, served=True)
-            self._move_alias(1)
-        except BaseException:
-            self._delete_collections(self._prefix)
-            raise
+        prefix = f"{self.name}{self.separator}{digest}{self.separator}"
+        with self._writing():
+            if self._aliased_collection() is not None:
+                raise StoreError(f"{self.address} exists already.")
+            self._prefix = prefix
+            # A call that was killed may have left collections.
+            self._delete_collections(prefix)
+            try:
+                self._create_collection(REGISTER)
+                self._write_notes({"index": {"format": ENGINE_FORMAT, "identity": identity}})
+                self._add_generation(1, bundle, widths, served=True)
+                self._move_alias(1)
+            except BaseException:
+                # The first error is the one to report.
+                with suppress(StoreError):
+                    self._delete_collections(prefix)
+                raise
 
     def find(self) -> None:
         """Find the index; see `StorePlace.open`."""
@@ -343,9 +337,11 @@ class RemoteStore(Store):
 
     def destroy(self) -> None:
         """Delete the index of this name."""
-        # Without its alias the index does not exist, so an interrupted call leaves no half index.
-        self._move_alias(None)
-        self._delete_collections(f"{self.name}{self.separator}")
+        with self._writing():
+            # Without its alias the index does not exist, so an interrupted call leaves no half
+            # index.
+            self._move_alias(None)
+            self._delete_collections(f"{self.name}{self.separator}")
 
     def _delete_collections(self, prefix: str) -> None:
         """Delete all collections whose names begin with `prefix`."""
@@ -368,13 +364,16 @@ class RemoteStore(Store):
         return StoreError(f"{self.address} was deleted, or replaced with another index.")
 
     def snapshot(self, target: Path) -> None:
-        """Write a copy; see `Store`. The copy may include a part of concurrent writes."""
-        write_copy(self, target)
+        """Write a copy; see `Store`. If the store is not "atomic", it may include later writes."""
+        with self._reading():
+            write_copy(self, target)
 
     def stats(self) -> Stats:
         """Return the size and state of the store; see `Store`."""
-        register = self._read_register()
-        return Stats(self._count_rows(register.served, ()), register.generations, None, {})
+        with self._reading():
+            register = self._read_register()
+            count = self._count_rows(register.served, ())
+            return Stats(count, register.generations, self._size(register), {})
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration of the index; see `Store`."""
@@ -401,7 +400,7 @@ class RemoteStore(Store):
         for name, note in notes.items():
             kind, _, number = name.partition(" ")
             if kind == "generation" and note:
-                by_number[int(number)] = _generation(int(number), note, served)
+                by_number[int(number)] = generation_of(int(number), note, served)
         generations = tuple(by_number[number] for number in sorted(by_number))
         register = RegisterContent(notes, generations)
         self._fields = set(register.names("field "))
@@ -417,6 +416,12 @@ class RemoteStore(Store):
             return self._read_register()
         return register
 
+    def _was_switched(self, served: Generation) -> bool:
+        """Return whether another process has switched meanwhile; an "atomic" store excludes it."""
+        if "atomic" in self.capabilities:
+            return False
+        return self._read_register().served.number != served.number
+
     def _superseded_error(self) -> Superseded:
         return Superseded(f"The index {self.address} is served with another bundle by now.")
 
@@ -424,7 +429,7 @@ class RemoteStore(Store):
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
-        with self._turn:
+        with self._writing():
             register = self._writable()
             served = register.served
             if served.bundle != bundle:
@@ -437,7 +442,7 @@ class RemoteStore(Store):
             replaced = self._read_rows(served, [item.id for item in items])
             # Readers refuse a filter on an unknown field, and Milvus compares a field that may hold
             # lists in another way. So the notes are written before the items.
-            names = dict.fromkeys(name for item in items for name in _field_notes(item))
+            names = dict.fromkeys(name for item in items for name in field_notes(item))
             if new := {name: True for name in names if name not in register.notes}:
                 self._write_notes(new)
             # An item must not be visible without its original. The pieces have a new name, because
@@ -447,10 +452,22 @@ class RemoteStore(Store):
                     self._write_pieces(row.version, [item.original])
             self._write_rows(served, rows)
             self._delete_originals(replaced)
-            if self._read_register().served.number != served.number:
+            if self._was_switched(served):
                 # The new generation may lack the rows.
                 raise self._superseded_error()
             return len(replaced)
+
+    def update(
+        self,
+        ids: Iterable[str],
+        changes: Mapping[str, Any],
+        bundle: str,
+        *,
+        filter: Filter | None = None,
+    ) -> int:
+        """Change items; see `Store`. No other thread writes meanwhile."""
+        with self._writing():
+            return super().update(ids, changes, bundle, filter=filter)
 
     def _write_pieces(self, owner: str, content: Iterable[bytes]) -> int:
         """Store bytes as rows `owner`.0 and so on of the register; return the number of rows."""
@@ -480,7 +497,7 @@ class RemoteStore(Store):
         """Delete items; see `Store`."""
         ids = usable(dict.fromkeys(ids))
         deleted: set[str] = set()
-        with self._turn:
+        with self._writing():
             while True:
                 served = self._writable().served
                 rows = self._read_rows(served, ids)
@@ -492,22 +509,24 @@ class RemoteStore(Store):
                     deleted |= matching.keys()
                 self._delete_originals(rows)
                 # If another process has switched meanwhile, the new generation has the items.
-                if self._read_register().served.number == served.number:
+                if not self._was_switched(served):
                     return len(deleted)
 
     # Reading
 
     def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; see `Store`."""
-        served = self._read_register().served
-        rows = self._read_rows(served, usable(dict.fromkeys(ids)), arrays)
+        with self._reading():
+            served = self._read_register().served
+            rows = self._read_rows(served, usable(dict.fromkeys(ids)), arrays)
         return {row.id: row.item() for row in rows}
 
     def original(self, id: str) -> bytes | None:
         """Return the bytes of an original; see `Store`."""
-        for row in self._read_rows(self._read_register().served, usable([id])):
-            if row.pieces is not None:
-                return b"".join(self._read_pieces(row.version, row.pieces))
+        with self._reading():
+            for row in self._read_rows(self._read_register().served, usable([id])):
+                if row.pieces is not None:
+                    return b"".join(self._read_pieces(row.version, row.pieces))
         return None
 
     def _all_rows(
@@ -530,30 +549,36 @@ class RemoteStore(Store):
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
             raise DataError(f"{after[:80]!r} is not an id that an item can have.")
-        served = self._read_register().served
-        conditions = self._conditions(filter)
-        rows = self._all_rows(served, conditions, after, min(limit, PAGE))
-        return [row.item() for row in islice(rows, limit)]
+        with self._reading():
+            served = self._read_register().served
+            conditions = self._conditions(filter)
+            rows = self._all_rows(served, conditions, after, min(limit, PAGE))
+            return [row.item() for row in islice(rows, limit)]
 
     def count(self, filter: Filter | None = None) -> int:
         """Return the number of items; see `Store`."""
-        served = self._read_register().served
-        return self._count_rows(served, self._conditions(filter))
+        with self._reading():
+            served = self._read_register().served
+            return self._count_rows(served, self._conditions(filter))
 
     def search(
         self, queries: Floats, count: int, bundle: str, *, filter: Filter | None = None
     ) -> list[list[Item]]:
         """Propose the nearest items; see `Store`."""
-        served = self._read_register().served
-        if served.bundle != bundle:
-            raise self._superseded_error()
-        queries = np.asarray(queries, np.float32)
-        check_queries(queries, served)
+        served = None
         try:
-            return self._search(served, queries, count, self._conditions(filter))
+            with self._reading():
+                served = self._read_register().served
+                if served.bundle != bundle:
+                    raise self._superseded_error()
+                queries = np.asarray(queries, np.float32)
+                check_queries(queries, served)
+                return self._search(served, queries, count, self._conditions(filter))
+        except (Superseded, StoreUnavailable, TooSlow):
+            raise
         except StoreError:
             # Another process may have switched, and the old generation may be dropped.
-            if self._read_register().served.number != served.number:
+            if served and self._read_register().served.number != served.number:
                 raise self._superseded_error() from None
             raise
 
@@ -604,21 +629,22 @@ class RemoteStore(Store):
             "served": False,
             "pieces": pieces,
         }
-        generation = _generation(number, note)
+        generation = generation_of(number, note)
         self._create_collection(generation)
         self._write_notes({f"generation {number}": note | {"served": served}, "last": number})
         return generation
 
     def bundle(self, generation: Generation) -> Path:
         """Return the folder of a generation's bundle; see `Store`."""
-        register = self._read_register()
-        target = register.latest(generation)
-        pieces = register.note(target)["pieces"]
-        return kept_bundle(target.bundle, lambda: self._read_pieces(target.bundle, pieces))
+        with self._reading():
+            register = self._read_register()
+            target = register.latest(generation)
+            pieces = register.note(target)["pieces"]
+            return kept_bundle(target.bundle, lambda: self._read_pieces(target.bundle, pieces))
 
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
         """Begin a generation; see `Store`."""
-        with self._turn:
+        with self._writing():
             register = self._read_register()
             for generation in register.generations:
                 properties = (generation.bundle, generation.variant, dict(generation.widths))
@@ -641,7 +667,7 @@ class RemoteStore(Store):
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return items that a generation lacks; see `Store`. A queue keeps ids for later calls."""
-        with self._turn:
+        with self._writing():
             register = self._read_register()
             target = register.latest(generation)
             served = register.served
@@ -669,7 +695,7 @@ class RemoteStore(Store):
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
         """Add arrays to a generation; see `Store`."""
-        with self._turn:
+        with self._writing():
             target = self._read_register().latest(generation)
             pending = self._pending.get(target.number, {})
             check_embedded(items, left_out, pending, target.widths)
@@ -685,15 +711,23 @@ class RemoteStore(Store):
 
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`."""
-        with self._turn:
+        with self._writing():
             register = self._read_register()
             target = register.latest(generation)
             served = register.served
             if target.state == "served":
                 return True
-            if self._differences(target, served)[0]:
+            lacking, deleted = self._differences(target, served)
+            if lacking:
                 return False
             note = register.note(target) | {"served": True}
+            if "atomic" in self.capabilities:
+                # Nobody writes meanwhile, so nothing is left to complete.
+                self._delete_rows(target, deleted)
+                self._write_notes({f"generation {target.number}": note})
+                self._move_alias(target.number)
+                self._queues.clear()
+                return True
             settling = [served.number, target.number]
             # If this process dies now, the next writer completes the switch: `_writable`.
             self._write_notes({f"generation {target.number}": note, "settling": settling})
@@ -720,13 +754,14 @@ class RemoteStore(Store):
         self, generation: Generation, queries: Floats, count: int
     ) -> list[Candidates]:
         """Propose items of a generation that is not served yet; see `Store`."""
-        target = self._read_register().latest(generation)
-        check_queries(queries, target)
-        return stacked(self._search(target, queries, count + MARGIN, ()))
+        with self._reading():
+            target = self._read_register().latest(generation)
+            check_queries(queries, target)
+            return stacked(self._search(target, queries, count + MARGIN, ()))
 
     def drop(self, generation: Generation) -> None:
         """Delete a generation; see `Store`."""
-        with self._turn:
+        with self._writing():
             register = self._read_register()
             target = register.latest(generation)
             if target.state == "served":
@@ -741,16 +776,17 @@ class RemoteStore(Store):
 
     def note(self, generation: Generation, name: str) -> bytes | None:
         """Return a note of a generation; see `Store`."""
-        register = self._read_register()
-        target = register.latest(generation)
-        pieces = register.notes.get(f"measured {target.number} {name}")
-        if pieces is None:
-            return None
-        return b"".join(self._read_pieces(*pieces))
+        with self._reading():
+            register = self._read_register()
+            target = register.latest(generation)
+            pieces = register.notes.get(f"measured {target.number} {name}")
+            if pieces is None:
+                return None
+            return b"".join(self._read_pieces(*pieces))
 
     def set_note(self, generation: Generation, name: str, content: bytes) -> None:
         """Keep a note of a generation; see `Store`."""
-        with self._turn:
+        with self._writing():
             register = self._read_register()
             target = register.latest(generation)
             # A name of their own, because readers may still fetch the earlier pieces.
@@ -770,30 +806,6 @@ class RemoteStore(Store):
         self._write_notes({key: pieces})
         if earlier := register.notes.get(key):
             self._delete_pieces(*earlier)
-
-
-def _generation(number: int, note: Mapping[str, Any], served: int | None = None) -> Generation:
-    state: Literal["served", "building", "kept"] = "building"
-    if number == served:
-        state = "served"
-    elif note["served"]:
-        state = "kept"
-    spans = tuple((start, stop) for start, stop in note["spans"])
-    return Generation(number, note["bundle"], note["variant"], note["widths"], spans, state)
-
-
-def _field_notes(item: Item) -> Iterator[str]:
-    """Yield the names of the notes on an item's metadata fields."""
-    for name, value in item.metadata.items():
-        yield f"field {name}"
-        if _has_list(value):
-            yield f"list {name}"
-
-
-def _has_list(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_list, value.values()))
-    return isinstance(value, list | tuple)
 
 
 def one_line(message: object) -> str:

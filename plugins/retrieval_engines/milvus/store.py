@@ -333,6 +333,8 @@ class MilvusStore(RemoteStore):
         self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
     ) -> str | None:
         """Return an expression; it contains text of a user only if that needs no escaping."""
+        if op in ("!=", "exists"):
+            return None
         if field == "id":
             return _condition_on_id(op, values)
         names = ["label"]

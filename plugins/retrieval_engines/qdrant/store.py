@@ -220,6 +220,8 @@ class QdrantStore(RemoteStore):
     def _condition(
         self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
     ) -> models.Condition | None:
+        if op in ("!=", "exists"):
+            return None
         if field == "id":
             # A point's id is a hash, which has another order.
             if op != "=":
