@@ -10,8 +10,9 @@ import click
 
 from retrieval.base.display_tables import text_table
 from retrieval.cli import say
+from retrieval.cli.audit import audited
 from retrieval.cli.common import DEVICE, JSON, PATH, Number, command
-from retrieval.cli.index import INDEX, audited, opened_index, tell
+from retrieval.cli.index import INDEX, opened_index, tell
 from retrieval.cli.search import as_facts, require_calibration
 from retrieval.errors import one_line
 

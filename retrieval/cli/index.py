@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import pwd
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,6 +14,7 @@ import click
 
 from retrieval.base.photo_files import address_of
 from retrieval.cli import say, say_json
+from retrieval.cli.audit import audited
 from retrieval.cli.common import (
     DEVICE,
     FILTER,
@@ -87,56 +85,6 @@ def opened_index(path: IndexPlace, device: Device = "auto") -> Index:
     from retrieval.index.index import open_index
 
     return open_index(path, plugins=_plugins(), device=device)
-
-
-def audited(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option --audit, which records the command as a change of INDEX."""
-
-    @click.option(
-        "--audit",
-        type=PATH,
-        envvar="RETRIEVAL_AUDIT",
-        metavar="FILE",
-        help="Also log this command here, in the record of 'retrieval serve --audit'; by default in"
-        " the file that the environment variable RETRIEVAL_AUDIT names.",
-    )
-    @wraps(function)
-    def recorded(audit: Path | None, **arguments: Any) -> None:
-        if audit is None:
-            function(**arguments)
-            return
-        from retrieval.index.change_log import Audit, Change, new_request_id
-        from retrieval.store.address import index_name
-
-        verb = str(click.get_current_context().info_name)
-        path = arguments["path"]
-        command = {
-            "user": _user(),
-            "path": str(path.absolute() if isinstance(path, Path) else path),
-            "command": this_command(),
-        }
-        change = Change(
-            verb,
-            index_name(str(path)),
-            request=new_request_id(),
-            key="",
-            role=None,
-            address=platform.node(),
-            ids=arguments.get("ids", ()),
-            command=command,
-        )
-        with Audit(audit).recording(change):
-            change.count = function(**arguments)
-
-    return recorded
-
-
-def _user() -> str:
-    """Return the name of the process's user, which no environment variable can change."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # usual in containers
-        return str(os.getuid())
 
 
 embedding = options(
@@ -505,6 +453,22 @@ def compact_command(path: IndexPlace, as_json: bool) -> None:
     if before is not None and after is not None:  # a remote store may not know its size
         sentence = f"{before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now."
     tell(path, as_json, f"{path}: {sentence}", bytes_before=before, bytes=after)
+
+
+@verb("words", "retrieval index words photos.index")
+@INDEX
+@JSON
+def words_command(path: IndexPlace, as_json: bool) -> None:
+    """Keep the words of the items of INDEX from now on, for searches by text.
+
+    The words of an item are those of its label, and of the texts and numbers in its metadata.
+    Searches and writes continue meanwhile. To resume after an interruption or a kill, run the same
+    command again.
+    """
+    with opened_index(path) as opened:
+        opened.keep_words()
+        count = len(opened)
+    tell(path, as_json, f"{path} keeps the words of its {count:,} items.", items=count)
 
 
 def _reviewed(path: Path, identity: str) -> list[list[str]]:

@@ -13,7 +13,7 @@ from PIL.Image import Image
 
 from retrieval.base.arrays import Floats32
 from retrieval.base.folder_kinds import StrPath, instead, kind_of
-from retrieval.base.progress import Progress, showing
+from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.runtime import Device
 from retrieval.base.timing import stage
 from retrieval.bundle.bundle import Bundle, Encoded
@@ -468,6 +468,18 @@ class Index:
         return self.store.stats()
 
     # The index as a whole
+
+    def keep_words(self, *, progress: Progress = True) -> None:
+        """Keep the words of all items from now on, by which searches for a text can find items.
+
+        The words of an item are those of its label, and of the texts and numbers in its metadata.
+        Others may search and write meanwhile. To resume an interrupted call, repeat it.
+
+        Raises:
+            StoreError: the store is not one in a folder, or it cannot be written to.
+        """
+        with showing(progress), Meter("reading words", len(self), "items") as meter:
+            self.store.keep_words(meter.update)
 
     def drop_old(self) -> int:
         """Delete all generations except the served one; return how many."""

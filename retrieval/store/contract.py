@@ -34,7 +34,7 @@ from retrieval.store.items import (
     widths_of as widths_of,
 )
 
-Capability = Literal["atomic", "ordered", "filters"]
+Capability = Literal["atomic", "ordered", "filters", "words"]
 """A promise that not every engine can keep; see `Store.capabilities`."""
 
 MARGIN = 8
@@ -88,7 +88,9 @@ class Store(ABC):
               one consistent state;
             - "ordered": `scan` sorts items by the code points of their ids;
             - "filters": the store evaluates every filter; without this capability, some filters
-              raise `DataError`.
+              raise `DataError`;
+            - "words": the store can keep the words of items, and rank items by them; see
+              `keep_words`.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
@@ -314,6 +316,55 @@ class Store(ABC):
         batch of queries in a small index.
         """
         return stacked(self.search(queries, count + MARGIN, bundle, filter=filter))
+
+    # Words
+
+    def keep_words(self, report: Callable[[int], object] = lambda count: None) -> None:
+        """Keep the words of all items from now on, for `search_words`.
+
+        The words of an item are those of its label, and of the texts and numbers in its metadata.
+        Other processes may search and write meanwhile. A killed call may be repeated; it continues.
+
+        Args:
+            report: called with the number of items of each block that was read.
+
+        Raises:
+            StoreError: the store cannot keep words, or it cannot be written to.
+        """
+        raise StoreError(
+            "This store keeps no words of its items; an index in a folder can. Search by vectors."
+        )
+
+    def keeps_words(self) -> bool:
+        """Return whether the store has the words of all items."""
+        return False
+
+    def search_words(
+        self, text: str, count: int, *, filter: Filter | None = None, also: Sequence[str] = ()
+    ) -> list[tuple[str, float]]:
+        """Return the items that fit the words of a text best, the best first.
+
+        An item fits if it has at least one of the first 64 different words. Words are letters and
+        digits; neither case nor accents matter.
+
+        Args:
+            text: the text.
+            count: number of items.
+            filter: filter that items must match.
+            also: ids of items that match the filter. Those that fit as well as the last of `count`
+                items, and are not among these, are returned, too.
+
+        Returns:
+            Ids and scores, BM25 with k1 = 1.2 and b = 0.75; larger is better. Ties are ordered by
+            the time when the items were added.
+
+        Raises:
+            DataError: the store does not keep words, or no item has ever had a field of the filter.
+        """
+        raise DataError(
+            "The store of this index keeps no words of its items. Search by vectors, or keep the"
+            " index in a folder."
+        )
 
     # Generations
 

@@ -53,6 +53,7 @@ from retrieval.store.snapshot_view import (
     sums_of,
 )
 from retrieval.store.upkeep import BUNDLES, new_stem
+from retrieval.store.words import count_faults
 
 INDEX_FILE = "index.json"
 INDEX_FORMAT = 5
@@ -217,6 +218,8 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
         faults = [f"{RECORD_FILE}: {fault}." for (fault,) in pages if fault != "ok"]
         if not faults:
             restore_rows(connection, folder)
+            if count := count_faults(connection):
+                faults.append(f"{RECORD_FILE}: the words of {count:,} items do not fit its items.")
         for generation in all_generations(connection):
             rows = GenerationRows.of(connection, generation)
             for name, width in generation.widths.items():

@@ -96,6 +96,7 @@ from retrieval.store.snapshot_view import (
     restore_rows,
 )
 from retrieval.store.upkeep import BUNDLES, Upkeep, remove_leftovers
+from retrieval.store.words import are_kept, best_items, read_block
 
 _NOTICE_SECONDS = 7.0
 """Seconds between the announcement of a generation and the switch to it; servers look every 5 s."""
@@ -448,6 +449,26 @@ class LocalStore(Store):
                 " have. Restore a snapshot."
             ) from None
 
+    def keep_words(self, report: Callable[[int], object] = lambda count: None) -> None:
+        """Keep the words of all items from now on; see `Store`."""
+        self._begin_to_write()
+        while not self.keeps_words():
+            with self.record.writing() as (connection, _):
+                count = read_block(connection)
+            report(count)
+
+    def keeps_words(self) -> bool:
+        """Return whether the index has the words of all items."""
+        with self.record.reading() as connection:
+            return are_kept(connection)
+
+    def search_words(
+        self, text: str, count: int, *, filter: Filter | None = None, also: Sequence[str] = ()
+    ) -> list[tuple[str, float]]:
+        """Return the items that fit the words of a text best; see `Store`."""
+        with self.record.reading() as connection:
+            return best_items(connection, text, count, filter, also)
+
     # Generations. A generation that is not served has arrays of the items up to number `upto`.
 
     def generations(self) -> tuple[Generation, ...]:
@@ -741,7 +762,9 @@ class LocalStore(Store):
             sql = "select name from fields order by name limit ?"
             names = [name for (name,) in ask(connection, sql, (_FIELDS,))]
             state = dict(ask(connection, "select key, value from state"))
-        return {"structure": json.loads(state["structure"]), "keep": state["keep"], "fields": names}
+            words = are_kept(connection)
+        structure = json.loads(state["structure"])
+        return {"structure": structure, "keep": state["keep"], "words": words, "fields": names}
 
     def changed(self) -> str | None:
         """Return a sentence if the folder was replaced, removed or made writable; see `Store`."""

@@ -48,6 +48,8 @@ _READING_SECONDS = 60.0
 # At this length, SQLite moves the write-ahead log into the file.
 _CHECKPOINT_PAGES = 4000
 _CACHE_KIB = 65_536  # page cache of a connection
+# With an item a statement, SQLite writes its words on their own, and 60,000 items take 3.6 s more.
+_INSERTED_AT_ONCE = 1000
 _IDLE_CONNECTIONS = 16  # maximum number of connections that are kept for reuse
 _FORK_SECONDS = 1.0  # time that a fork waits for connections in use
 _ACKNOWLEDGED_FORMAT = struct.Struct("<8sQI")  # `_MAGIC`, number of the transaction, CRC-32
@@ -639,7 +641,10 @@ def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[s
         path = None if item.path is None else os.fsencode(item.path)
         size = (item.bytes, item.width, item.height)
         rows.append((n, item.id, item.label, text, path, item.stamp, item.keep, *size))
-    connection.executemany("insert into items values (?,?,?,?,?,?,?,?,?,?)", rows)
+    for start in range(0, len(rows), _INSERTED_AT_ONCE):
+        block = rows[start : start + _INSERTED_AT_ONCE]
+        places = ", ".join(["(?,?,?,?,?,?,?,?,?,?)"] * len(block))
+        connection.execute(f"insert into items values {places}", list(chain(*block)))
     originals = [
         (n, item.original)
         for n, item in zip(numbers, items, strict=True)

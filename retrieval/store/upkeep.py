@@ -54,6 +54,7 @@ from retrieval.store.snapshot_view import (
     sums_of,
     sync_rows,
 )
+from retrieval.store.words import merge
 
 log = logging.getLogger("retrieval.store")
 
@@ -330,6 +331,7 @@ class Upkeep:
                     compacted_at[generation.number] = self._renew(generation, claim, compact=True)
             with self.record.writing() as (connection, _):
                 sync_rows(connection, self.record.folder)
+                merge(connection)
                 existing = {generation.number for generation in all_generations(connection)}
                 if existing <= compacted_at.keys():
                     upto = min(compacted_at.values())

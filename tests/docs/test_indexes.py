@@ -44,4 +44,4 @@ def test_indexes_shows_what_its_commands_print(after_tutorial, root, blocks):
         names = {path.name for path in Path("gallery.index").iterdir()}
     names -= {"items.sqlite-wal", "items.sqlite-shm"}
     assert names == {"index.json", "items.sqlite", "acknowledged", "arrays", "bundles"}
-    assert compared == 15
+    assert compared == 16

@@ -1,0 +1,281 @@
+"""The words of items: which texts find which items, and that no write leaves words behind."""
+
+import random
+import sqlite3
+import unicodedata
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from retrieval.errors import DataError
+from retrieval.index.index import open_index
+from retrieval.index.integrity import check_index
+from retrieval.store import words
+from retrieval.store.contract import Item, widths_of
+from retrieval.store.copy_store import write_copy
+from retrieval.store.filters import as_filter
+from retrieval.store.local import LocalStore
+from stored import VECTORS, items
+
+
+def item(id: str, label: str | None = None, **metadata: object) -> Item:
+    return Item(id, label, metadata, arrays={"vector": VECTORS[len(id)]})
+
+
+CATALOGUE = [
+    item("a42", "mug", colour="red", size=7),
+    item("b", "shoe", colour="red", size=42),
+    item("c", "shoe", colour="blue", size=42, used=True),
+    item("d", None, notes=[{"inner": "Café Ünïcode"}, 19.99], empty=None),
+    item("e", "t-shirt", colour="NEAR blue", maker={"country": "AND"}),
+    item("f"),
+]
+
+
+@pytest.fixture
+def filled(store, bundle):
+    """A store of the catalogue that keeps words."""
+    store.keep_words()
+    store.upsert(CATALOGUE, bundle.sha256)
+    return store
+
+
+def ids(store, text, count=10, **options):
+    return [id for id, _ in store.search_words(text, count, **options)]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("red", "a42 b"),
+        ("RED Mug", "a42 b"),
+        ("size 42 red", "b a42 c"),
+        ("42", "b c"),
+        ("cafe", "d"),
+        ("CAFÉ", "d"),
+        (unicodedata.normalize("NFD", "café"), "d"),
+        ("19.99", "d"),
+        ("t-shirt", "e"),
+        ("and", "e"),
+        ("near", "e"),
+        ("colour", ""),
+        ("true null inner", ""),
+        ("a42 b", ""),
+        ("", ""),
+        ("?! \t*", ""),
+    ],
+)
+def test_words_are_those_of_labels_and_of_values_of_metadata(filled, text, found):
+    assert sorted(ids(filled, text)) == sorted(found.split())
+    if found:
+        assert ids(filled, text)[0] == found.split()[0]
+
+
+def bm25(texts: list[list[str]], query: list[str]) -> list[float]:
+    """Okapi BM25 as its papers state it, with FTS5's smallest weight of a word."""
+    mean = sum(map(len, texts)) / len(texts)
+    scores = []
+    for text in texts:
+        score = 0.0
+        for term in query:
+            having = sum(term in other for other in texts)
+            weight = np.log((len(texts) - having + 0.5) / (having + 0.5))
+            count = text.count(term)
+            length = 1.2 * (0.25 + 0.75 * len(text) / mean)
+            score += max(weight, 1e-6) * count * 2.2 / (count + length)
+        scores.append(score)
+    return scores
+
+
+def test_scores_are_bm25(store, bundle):
+    random_ = random.Random(0)
+    texts = [
+        random_.choices(["red", "blue", "mug", "shoe", "old", "new"], k=n % 9 + 1)
+        for n in range(60)
+    ]
+    rows = [item(f"{n:02}", None, text=" ".join(text)) for n, text in enumerate(texts)]
+    store.keep_words()
+    store.upsert(rows, bundle.sha256)
+    # Deleted items count no more.
+    store.upsert([item(f"gone {n}", "red mug") for n in range(50)], bundle.sha256)
+    store.delete([f"gone {n}" for n in range(50)])
+    found = store.search_words("old red mug", 100)
+    expected = bm25(texts, ["old", "red", "mug"])
+    assert {id: pytest.approx(expected[int(id)], rel=1e-9) for id, _ in found} == dict(found)
+    assert len(found) == sum(bool({"old", "red", "mug"} & set(text)) for text in texts)
+    assert [score for _, score in found] == sorted(dict(found).values(), reverse=True)
+
+
+def test_filter_count_and_also(filled, bundle):
+    assert ids(filled, "red shoe", filter=as_filter("size = 42")) == ["b", "c"]
+    assert ids(filled, "mug", filter=as_filter("size = 42")) == []
+    with pytest.raises(DataError, match="has a field 'sise'"):
+        filled.search_words("nothing", 3, filter=as_filter("sise = 42"))
+    assert ids(filled, "size 42 red", 1) == ["b"]
+    filled.upsert([item(f"same {n}", "lamp") for n in range(20)], bundle.sha256)
+    assert ids(filled, "lamp", 3) == ["same 0", "same 1", "same 2"]
+    also = ["same 1", "same 9", "b", "no such", "\udcff", "nul \0"]
+    assert ids(filled, "lamp", 3, also=also) == ["same 0", "same 1", "same 2", "same 9"]
+
+
+def test_words_follow_every_write(filled, bundle, other):
+    filled.upsert([item("b", "boot")], bundle.sha256)
+    assert ids(filled, "42 shoe") == ["c"] and ids(filled, "boot") == ["b"]
+    filled.update(["c"], {"metadata": {"colour": "green"}}, bundle.sha256)
+    assert ids(filled, "blue") == ["e"] and ids(filled, "green shoe") == ["c"]
+    filled.delete(["e"])
+    filled.delete(filter=as_filter("size = 7"))
+    assert ids(filled, "blue shirt mug") == []
+    # A migration changes no item, and the next generation has the same words.
+    generation = filled.begin(other, widths_of(other))
+    pending = filled.pending(generation, 100)
+    filled.embed(generation, [], [row.id for row in pending])
+    assert filled.switch(generation) and ids(filled, "boot") == ["b"]
+    filled.compact()
+    assert sorted(ids(filled, "green boot")) == ["b", "c"]
+
+
+def test_an_index_without_words_pays_nothing_and_says_so(store, bundle):
+    store.upsert(CATALOGUE, bundle.sha256)
+    assert not store.keeps_words()
+    with pytest.raises(DataError, match="'retrieval index words'"):
+        store.search_words("red", 3)
+    with store.record.reading() as connection:
+        names = [name for (name,) in connection.execute("select name from sqlite_master")]
+    assert not [name for name in names if "words" in name]
+
+
+def test_words_of_earlier_items_are_read_in_blocks(store, bundle, monkeypatch, index):
+    monkeypatch.setattr(words, "_READ_AT_ONCE", 7)
+    store.upsert(items(range(40)), bundle.sha256)
+    store.delete(["id3", "id39"])
+
+    class Killed(BaseException):
+        pass
+
+    def stop(count: int) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        store.keep_words(stop)
+    assert not store.keeps_words()
+    with pytest.raises(DataError, match="index words"):
+        store.search_words("1", 3)
+    store.upsert([item("new", "lamp"), item("id5", "changed")], bundle.sha256)
+    store.delete(["id6", "id38"])
+    store.close()
+    assert check_index(index) == ([], [])
+    with LocalStore(index, upkeep=False) as again:
+        blocks: list[int] = []
+        again.keep_words(blocks.append)
+        assert sum(blocks) == 38 - 7 - 2 and again.keeps_words()
+        assert ids(again, "lamp changed") == ["new", "id5"]
+        left = {f"id{n}" for n in range(40)} - {"id3", "id39", "id6", "id38", "id5"}
+        assert left == {id for n in range(40) for id in ids(again, str(n), 50)}
+        again.keep_words(blocks.append)
+        assert sum(blocks) == 38 - 7 - 2
+    assert check_index(index) == ([], [])
+
+
+def test_snapshots_keep_words_and_copies_of_items_do_not(filled, tmp_path):
+    filled.snapshot(tmp_path / "snapshot")
+    with LocalStore(tmp_path / "snapshot", upkeep=False) as copy:
+        assert ids(copy, "red mug")[0] == "a42"
+    write_copy(filled, tmp_path / "copy")
+    with LocalStore(tmp_path / "copy", upkeep=False) as copy:
+        assert not copy.keeps_words()
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "delete from words where rowid = 1",
+        "insert into words (rowid, text) values (99, 'lamp')",
+        "update words_data set block = zeroblob(20) where id > 10",
+    ],
+)
+def test_check_finds_words_that_do_not_fit(filled, index, sql):
+    assert check_index(index) == ([], [])
+    with filled.record.writing() as (connection, _):
+        connection.execute(sql)
+    faults, _ = check_index(index)
+    assert faults and "items.sqlite" in faults[0]
+
+
+HOSTILE = [
+    '"',
+    '""red',
+    "'; drop table items; --",
+    "red\0mug",
+    "\0" * 100,
+    "\ud800 red \udfff",
+    "NEAR(red mug, 2)",
+    "red AND NOT (mug OR",
+    "text : red",
+    "{text} : red",
+    "- text : red",
+    "^red",
+    "red*",
+    "(" * 10_000,
+    "a " * 5000,
+    " ".join(f"w{n}" for n in range(3000)),
+    "x" * 10_000,
+    "-".join("a" * 5000),
+    "_".join("a" * 5000),
+    "\u0301" * 10_000,
+    "e\u0301" * 5000,
+    "\u202e red \u200f",
+    "👩‍👩‍👧‍👦" * 900,
+    "日本語" * 3000,
+    "🄰🅱 𝐫𝐞𝐝 ①②",
+    "\\u0000 \\ red",
+    "%s %n {0} ?1 :x @x $x",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_texts_are_only_words(filled, text):
+    found = ids(filled, text)
+    assert ("b" in found) == ("red" in words._TERM.findall(text))
+    filled.search_words(text, 2, filter=as_filter("size = 42"), also=["a42"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=200))
+def test_no_text_is_syntax(text):
+    with sqlite3.connect(":memory:") as connection:
+        connection.execute("create virtual table t using fts5(text)")
+    match = words.match_of(text)
+    if match:
+        connection.execute("select * from t where t match ?", (match,)).fetchall()
+
+
+def test_words_beyond_the_first_64_do_not_count(filled):
+    many = " ".join(f"w{n}" for n in range(words.MAX_TERMS))
+    assert ids(filled, f"{many} red") == [] and ids(filled, f"red {many}") != []
+    assert ids(filled, f"{many.replace('w63', '')} w0 w0 red") != []
+
+
+def test_metadata_of_the_largest_size(store, bundle):
+    store.keep_words()
+    wide = {f"k{n}": "v" for n in range(60_000)}
+    deep: dict[str, object] = {"word": "deepest"}
+    for _ in range(60):
+        deep = {"a": deep}
+    many = ["x" * 60 + str(n) for n in range(14_000)]
+    rows = [item("wide", None, **wide), item("deep", None, d=deep), item("m", None, many=many)]
+    big = [item("long", "z" * 900_000 + " end")]
+    store.upsert(rows + big, bundle.sha256)
+    assert ids(store, "deepest") == ["deep"] and ids(store, "v") == ["wide"]
+    assert ids(store, many[-1]) == ["m"] and ids(store, "end") == ["long"]
+
+
+def test_command(cli, store, index, bundle):
+    store.upsert(CATALOGUE, bundle.sha256)
+    store.close()
+    done = cli("index", "words", index)
+    assert done.code == 0 and done.out == f"{index} keeps the words of its 6 items.\n"
+    with open_index(index) as opened:
+        assert ids(opened.store, "red shoe")[0] == "b"
+        opened.keep_words(progress=False)
+        assert opened.store.settings()["words"] is True
