@@ -281,7 +281,8 @@ class Feedback:
         k = query.options.k
         own = query.inputs[0].id
         depth = max(_CANDIDATES, 10 * k)
-        nearest = index.search(queries, depth + (own is not None), filter=query.filter)[0]
+        depth += own is not None
+        nearest = index.search(queries, depth, text=query.texts, filter=query.filter)[0]
         hits = {hit.id: hit for hit in nearest if hit.id != own}
         items = index.get(hits, arrays=True)
         # The arrays may belong to the new bundle.

@@ -169,6 +169,7 @@ _DELETE = {_JSON: _ref(request_bodies.DeleteBody)}
 _ENCODE = {
     _FORM: _form("image", image=_SEVERAL),
     **dict.fromkeys(("application/octet-stream", "image/*"), _BINARY),
+    _JSON: _ref(request_bodies.TextsBody),
 }
 _FEEDBACK = {_JSON: _ref(FeedbackBody)}
 _EMBEDDINGS = {_JSON: _ref(request_bodies.EmbeddingsBody)}
@@ -209,6 +210,7 @@ def document(handlers: type) -> dict[str, Any]:
             request_bodies.ItemsPatch,
             request_bodies.DeleteBody,
             request_bodies.EmbeddingsBody,
+            request_bodies.TextsBody,
             FeedbackBody,
         ),
         *(request_bodies.SearchBody, request_bodies.BatchBody, request_bodies.IdentifyBody),

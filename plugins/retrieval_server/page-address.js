@@ -10,6 +10,7 @@ function select(id, value) {
 function remember() {
   const parameters = new URLSearchParams();
   if (last && last.id !== undefined) parameters.set("id", last.id);
+  if (last?.text) parameters.set("text", last.text);
   for (const [id, sign] of marks) parameters.append(sign, id);
   const filter = byId("filter").value.trim();
   if (filter) parameters.set("filter", filter);
@@ -48,9 +49,14 @@ async function restore() {
   select("group", parameters.get("group") ?? "");
   select("size", parameters.get("size") ?? "1");
   const id = parameters.get("id");
+  const words = parameters.get("text");
+  byId("text").value = words ?? "";
   try {
     if (id !== null) last = queryOf(await (await call(`${roots[0]}/item?id=${encodeURIComponent(id)}`)).json(), 0);
-    else if (last && last.id !== undefined) {
+    else if (words) {
+      last = { text: words };
+      showPreview(null);
+    } else if (last && (last.id !== undefined || last.text)) {
       last = null;
       showPreview(null);
     }

@@ -51,9 +51,9 @@ const golden = new Map(); // the saved lines of the file, by their query
 
 function goldenQuery() {
   const relevant = marked("like");
-  const { id, vector, image } = last ?? {};
+  const { id, vector, image, text } = last ?? {};
   const isPart = image !== undefined && !image.name; // a part of a picture has no file
-  if (!last || !relevant.length || isPart) return null;
+  if (!last || !relevant.length || isPart || text) return null;
   if (id !== undefined) return { id, relevant };
   return vector ? { vector, relevant } : { query: image.name, relevant };
 }

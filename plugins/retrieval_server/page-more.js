@@ -20,7 +20,7 @@ async function portion(place, start) {
   for (const sign of ["like", "dislike"]) if (marked(sign).length) options[sign] = marked(sign);
   const group = byId("group").value;
   if (group) Object.assign(options, { group_by: nameOf(group), group_size: Number(byId("size").value) });
-  if (abouts[place].calibration) options.scores = true;
+  if (abouts[place].calibration && !last?.text) options.scores = true;
   const answer = await send("search", roots[place], last, options);
   const groups = new Set(answer.results.map((hit) => (group ? text(valueOf(hit, group)) : hit.id)));
   const end = (start ?? 0) + k;

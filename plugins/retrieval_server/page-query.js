@@ -1,6 +1,6 @@
 "use strict";
 
-// The query: an image, an item or a vector, and how it is sent.
+// The query: an image, an item, a vector or a text, and how it is sent.
 
 const MOST_PHOTOS = 16; // of one thing, as the server accepts
 
@@ -21,7 +21,7 @@ function bodyOf(fields) {
 }
 
 async function send(action, root, query, options) {
-  const { image, vector, id } = query ?? {};
+  const { image, vector, id, text } = query ?? {};
   const { bytes } = abouts[0].limits ?? {};
   const tooLarge = [image ?? []].flat().find((file) => file.size > bytes);
   if (tooLarge) {
@@ -29,12 +29,14 @@ async function send(action, root, query, options) {
     throw new Error(`The image has ${size} bytes; the limit is ${limit}.`);
   }
   const fields = { ...options, ...(image && { image }), ...(vector && { vector }), ...(id !== undefined && { id }) };
+  if (text) fields.text = text;
   const post = async () => (await call(`${root}/${action}`, { method: "POST", ...bodyOf(fields) })).json();
   try {
     return await post();
   } catch (fault) {
     // Some bundles encode queries differently from items, and some indexes lack the items: send their images.
     if (fault.status !== 422 && (fault.status !== 404 || root === (query?.root ?? roots[0]))) throw fault;
+    if (text) throw fault;
     if (!(await withImages(fields, query).catch(() => false))) throw fault;
     return post();
   }
@@ -96,6 +98,21 @@ function searchWithNumbers() {
   }
   ask({ vector });
 }
+
+function searchWithText() {
+  const words = byId("text").value.trim();
+  if (!words) {
+    show("Write what to search for, such as: a red mug.", true);
+    return;
+  }
+  showPreview(null);
+  ask({ text: words });
+}
+
+byId("seek").addEventListener("click", searchWithText);
+byId("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter") { event.preventDefault(); searchWithText(); }
+});
 
 const drop = byId("drop");
 sharpen(byId("preview"));

@@ -128,7 +128,7 @@ async function answer() {
 function render(settled) {
   byId("answers").classList.remove("stale");
   byId("answers").classList.toggle("wall", isWall());
-  byId("identity").hidden = !last || !abouts[0].calibration;
+  byId("identity").hidden = !last || last.text !== undefined || !abouts[0].calibration;
   byId("sizes").hidden = !byId("group").value;
   byId("verdict").replaceChildren();
   shown = [[], []];
@@ -150,7 +150,10 @@ function render(settled) {
 
 // Answers what a person asks for, and keeps it in the address.
 function ask(query) {
-  if (query !== last) marks.clear();
+  if (query !== last) {
+    marks.clear();
+    byId("text").value = query?.text ?? "";
+  }
   last = query;
   remember();
   return answer();
@@ -193,6 +196,7 @@ async function open() {
   document.body.classList.toggle("markable", !about.rescores);
   byId("about").textContent = `${about.name}: ${about.items.toLocaleString("en")} items, ${about.distance} distance`;
   document.title = `Image search: ${about.name}`;
+  byId("words").hidden = !abouts.some(({ text }) => text);
   const vectors = about.input.kind === "features";
   byId("drop").hidden = vectors;
   byId("numbers").hidden = !vectors;

@@ -18,6 +18,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from retrieval.base.arrays import Floats64
 from retrieval.base.machine import give_back
 from retrieval.base.strict_json import strict_loads
+from retrieval.bundle.text import MAX_CHARACTERS, checked_texts
 from retrieval.errors import DataError
 from retrieval.index import query as questions
 from retrieval.store.filters import Filter, as_filter
@@ -83,7 +84,10 @@ BundleName = Annotated[
 Label = Annotated[str | None, Field(description="text, or null for none")]
 Keep = Literal["copy", "thumbnail", "nothing"]
 
+Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
+
 _VECTOR = "a list of finite numbers"
+_TEXT = f"text of 1 to {MAX_CHARACTERS:,} characters"
 
 
 class JsonBody(BaseModel):
@@ -160,7 +164,7 @@ _QUESTION = SearchOptions.model_fields.keys() - {
 
 
 class QueryBody(JsonBody):
-    """One query of a batch."""
+    """A vector or an item of the index."""
 
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
     id: Annotated[ItemId | None, Field(description="the id of an item")] = None
@@ -170,21 +174,28 @@ class QueryBody(JsonBody):
         needed = 1
         if getattr(self, "like", None):
             needed = 0
-        if not needed <= (self.vector is not None) + (self.id is not None) <= 1:
+        sent = (getattr(self, name, None) for name in QueryInput._fields)
+        if not needed <= sum(value is not None for value in sent) <= 1:
             # `_sentence` writes the message.
             raise ValueError
         return self
 
     def input(self) -> QueryInput:
-        """Return the vector or item id to search with."""
+        """Return the vector, item id or text to search with."""
         vector = None
         if self.vector is not None:
             vector = np.array(self.vector, np.float64)
-        return QueryInput(vector=vector, id=self.id)
+        return QueryInput(vector=vector, id=self.id, text=getattr(self, "text", None))
 
 
-class SearchBody(SearchOptions, QueryBody):
-    """A search with a vector, with an item of the index, or for what is like other items."""
+class TextQueryBody(QueryBody):
+    """A vector, an item of the index or a text."""
+
+    text: Annotated[Text | None, Field(description=_TEXT)] = None
+
+
+class SearchBody(SearchOptions, TextQueryBody):
+    """A search with a vector, an item of the index or a text, or for what is like other items."""
 
     options: ClassVar = SearchOptions
 
@@ -206,7 +217,7 @@ class IdentifyBody(IdentifyOptions, QueryBody):
 class BatchBody(Options):
     """Several searches."""
 
-    queries: Annotated[List[QueryBody], Field(min_length=1, description="a list of queries")]
+    queries: Annotated[List[TextQueryBody], Field(min_length=1, description="a list of queries")]
 
 
 class ListParameters(JsonBody):
@@ -285,6 +296,15 @@ class ItemsPatch(ItemPatch, DeleteBody):
     """Changes to all items that match a filter; see `ItemPatch`."""
 
 
+class TextsBody(JsonBody):
+    """Texts to encode."""
+
+    text: Annotated[
+        Text | Annotated[List[Text], Field(min_length=1)],
+        Field(description=f"{_TEXT}, or a list of such texts"),
+    ]
+
+
 class EmbeddingsBody(JsonBody):
     """Images to encode, in the shape that clients of OpenAI send."""
 
@@ -316,8 +336,9 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
         for name, member in model.model_fields.items()
     ]
     if issubclass(model, QueryBody):
+        kinds = "vector, id, text" if issubclass(model, TextQueryBody) else "vector, id"
         alone = ", or like alone" * issubclass(model, SearchBody)
-        names.append(f"exactly one of vector, id among them{alone}")
+        names.append(f"exactly one of {kinds} among them{alone}")
     return f"{where}JSON must be an object of {', '.join(names)}; see /v1/openapi.json."
 
 
@@ -424,11 +445,12 @@ _FROM_TEXT: Mapping[str, Callable[[str], Any]] = {
 
 
 class QueryInput(NamedTuple):
-    """Input of one query: an image file's bytes, a vector, or the id of an item."""
+    """Input of one query: an image file's bytes, a vector, the id of an item, or a text."""
 
     image: bytes | None = None
     vector: Floats64 | None = None
     id: str | None = None
+    text: str | None = None
 
 
 class Query(NamedTuple):
@@ -451,6 +473,12 @@ class Query(NamedTuple):
     examples: Mapping[str, Sequence[bytes]] = MappingProxyType({})
     voter: str | None = None
 
+    @property
+    def texts(self) -> list[str] | None:
+        """The text of each query; `None` for queries that are no texts."""
+        texts = [input.text for input in self.inputs if input.text is not None]
+        return texts or None
+
 
 def query_of(
     body: Body,
@@ -465,8 +493,8 @@ def query_of(
     """
     if body.kind == "json":
         content = model.of(loads(body.content))
-        inputs = [content.input()] if content.vector or content.id else []
-        return _query(inputs, content)
+        query = content.input()
+        return _query([query] if any(part is not None for part in query) else [], content)
     options = model.options
     if body.kind == "image":
         return _query([QueryInput(body.content)], options.of_texts(parameters))
@@ -485,10 +513,25 @@ def batch_of(body: Body, most: int, max_bytes: int) -> Query:
         images, fields = read_form(body, tuple(Options.model_fields), max_bytes, most)
         return _query(map(QueryInput, images), Options.of_texts(fields))
     batch = BatchBody.of(_entries(body, "queries", most))
-    if len({query.id is None for query in batch.queries}) > 1:
-        sentence = "The queries of one request have either a vector each or the id of an item each."
+    if len({(query.id is None, query.text is None) for query in batch.queries}) > 1:
+        sentence = "The queries of one request are all vectors, all ids of items, or all texts."
         raise RequestError(400, sentence)
     return _query([query.input() for query in batch.queries], batch)
+
+
+def texts_of(body: Body, most: int) -> list[str]:
+    """Parse a body as at most `most` texts to encode."""
+    texts = _usable_texts(TextsBody.of(loads(body.content, most=JSON_BATCH_VALUES)).text)
+    if len(texts) > most:
+        raise RequestError(400, f"The request has {len(texts):,} texts; the limit is {most:,}.")
+    return texts
+
+
+def _usable_texts(texts: str | Sequence[str]) -> list[str]:
+    try:
+        return checked_texts(texts, "text")
+    except DataError as error:
+        raise RequestError(400, str(error)) from None
 
 
 def _query(
@@ -497,6 +540,8 @@ def _query(
     examples: Mapping[str, Sequence[bytes]] = MappingProxyType({}),
 ) -> Query:
     query = Query(tuple(inputs), options, filter_of(getattr(options, "filter", None)))
+    if query.texts is not None:
+        _usable_texts(query.texts)
     if not (any(examples.values()) or options.model_fields_set & _QUESTION):
         return query
     size = options.group_size
@@ -556,7 +601,7 @@ def embeddings_of(body: Body, most: int, max_bytes: int) -> tuple[EmbeddingsBody
             raise RequestError(
                 400,
                 f"Input {number} is not an image as a data URL (data:image/png;base64,…); this"
-                " server fetches no addresses and embeds no text.",
+                " server fetches no addresses, and texts are encoded by /v1/encode.",
             ) from None
         _check_size(image, max_bytes)
         images.append(image)

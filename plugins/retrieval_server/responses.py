@@ -107,7 +107,7 @@ class IdentifyAnswer(Results):
 
 @dataclass(frozen=True)
 class EncodeAnswer:
-    """Vectors of images, in their order, and the SHA-256 of the bundle that encoded them.
+    """Vectors of images or texts, in their order, and the SHA-256 of the bundle that encoded them.
 
     `query_vectors` are to be searched with, if the bundle encodes queries differently from items.
     """
@@ -304,3 +304,4 @@ class IndexAnswer:
     calibration: CalibrationFacts | None = None
     drift: Drift | None = None
     feedback: bool | None = None
+    text: bool | None = None

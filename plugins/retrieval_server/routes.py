@@ -90,7 +90,7 @@ class Routes:
     # Search
 
     async def search(self, request: Request) -> Response:
-        """Search with an image, a vector or an item of the index."""
+        """Search with an image, a vector, an item of the index or a text."""
         return await self._search_one(request, request_bodies.SearchBody, self._settings.max_bytes)
 
     async def identify(self, request: Request) -> Response:
@@ -98,7 +98,7 @@ class Routes:
         return await self._search_one(request, request_bodies.IdentifyBody, BATCH_BYTES)
 
     async def search_batch(self, request: Request) -> Response:
-        """Search with several images, vectors or items."""
+        """Search with several images, vectors, items or texts."""
         settings = self._settings
         parameters_of(request)
         read = partial(request_bodies.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
@@ -187,13 +187,17 @@ class Routes:
     # Encoding
 
     async def encode(self, request: Request) -> Response:
-        """Encode images into vectors; nothing is stored."""
+        """Encode images or texts into vectors; nothing is stored."""
         served = self._served(request)
         settings = self._settings
         parameters_of(request)
         served.workers.searches.require_room()
-        limits: Mapping[Kind, int] = {"form": BATCH_BYTES, "image": settings.max_bytes}
-        read = partial(request_bodies.images_of, most=settings.batch, max_bytes=settings.max_bytes)
+        limits = {**_BATCH_LIMITS, "image": settings.max_bytes}
+
+        def read(body: Body) -> tuple[list[bytes], list[str]]:
+            if body.kind == "json":
+                return [], request_bodies.texts_of(body, settings.batch)
+            return request_bodies.images_of(body, settings.batch, settings.max_bytes), []
 
         def finish(encoded: Encoded) -> bytes:
             content = {"vectors": encoded.vector.tolist(), "bundle": encoded.bundle}
@@ -202,8 +206,8 @@ class Routes:
             return to_json(content, inf_nan_mode="null")
 
         async with self._body(request, limits) as body:
-            images = await _parsed(served, body, read)
-            return _answer(await served.encode(images, finish))
+            images, texts = await _parsed(served, body, read)
+            return _answer(await served.encode(images, texts, finish))
 
     async def embeddings(self, request: Request) -> Response:
         """Encode images in the shape of OpenAI's API; nothing is stored."""
@@ -242,7 +246,7 @@ class Routes:
                 }
                 return to_json(content, inf_nan_mode="null")
 
-            return _answer(await served.encode(images, finish))
+            return _answer(await served.encode(images, (), finish))
 
     # Items
 
@@ -744,6 +748,7 @@ def _description(served: Served, index: Index) -> dict[str, Any]:
         "vector": manifest.vector,
         "distance": manifest.distance.name,
         "rescores": manifest.rescorer is not None,
+        "text": bundle.takes_text,
         "format": INDEX_FORMAT,
         "generation": index.generation.number,
         "generations": [

@@ -273,14 +273,18 @@ class Served:
 
     # Encoding
 
-    async def encode(self, images: Sequence[bytes], finish: Callable[[Encoded], bytes]) -> bytes:
-        """Encode images and return the response, which `finish` builds in a thread."""
+    async def encode(
+        self, images: Sequence[bytes], texts: Sequence[str], finish: Callable[[Encoded], bytes]
+    ) -> bytes:
+        """Encode images or texts and return the response, which `finish` builds in a thread."""
         # No store compares the vectors with its own and finds that another bundle is served now.
         bundle = await self.read(Index.follow)
         decoded = await self.workers.pixels(bundle, images)
-        pixels = np.stack([image.pixels for image in decoded])
 
         def work() -> bytes:
+            if texts:
+                return finish(_encoded_texts(bundle, texts))
+            pixels = np.stack([image.pixels for image in decoded])
             with stage("encode", len(pixels)):
                 encoded = bundle.encode(pixels)
             return finish(encoded)
@@ -464,7 +468,11 @@ def _hits(
             return feedback.noted(bundle, query, encoded, [interleaved], challenger)
     with stage("search", len(ids)):
         hits_by_query = index.search(
-            encoded, options.k + by_id, candidates=options.candidates, filter=query.filter
+            encoded,
+            options.k + by_id,
+            text=query.texts,
+            candidates=options.candidates,
+            filter=query.filter,
         )
     nearest = [
         [hit for hit in hits if hit.id != id][: options.k]
@@ -479,6 +487,8 @@ def _queries(index: Index, query: Query, pixels: NDArray[Any] | None) -> Any:
     """Return the inputs of a query as the index takes them; an item's stored vectors."""
     if query.inputs[0].id is not None:
         return _stored(index, query)
+    if query.texts is not None:
+        return _encoded_texts(index.bundle, query.texts)
     return _encoded(index.bundle, query.inputs, pixels)
 
 
@@ -511,10 +521,25 @@ def _answers(
         if not count:
             return None, [index.answer(None, question)]
         ids = tuple(input.id for input in query.inputs if input.id is not None)
-        answers = index.answer(queries, replace(question, ids=ids))
+        answers = index.answer(queries, replace(question, ids=ids, text=query.texts))
     if question.likes or question.dislikes:
         return None, answers
     return queries, answers
+
+
+def _encoded_texts(bundle: Bundle, texts: Sequence[str]) -> Encoded:
+    """Encode texts.
+
+    Raises:
+        DataError: the bundle takes no texts; the message names no path.
+    """
+    if not bundle.takes_text:
+        raise DataError(
+            "This index takes no texts: its model has no text encoder. Search with an image, a"
+            " vector or an item instead."
+        )
+    with stage("encode", len(texts)):
+        return bundle.encode_text(texts)
 
 
 def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any] | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path, content: bytes, entry: TextEntry) -> None:
+        # A batch is tokenized in about a millisecond. The package's own threads would hardly help,
+        # and it warns of them in processes that are forked later.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # Bundles without texts need no such package.
         import tokenizers
 

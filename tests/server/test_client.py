@@ -155,7 +155,7 @@ def test_invalid_arguments_are_refused_before_a_request(tmp_path):
             (lambda: client.search(vector=["a"]), "sequence of numbers"),
             (lambda: client.search(vector=[float("nan")]), "JSON"),
             (lambda: client.search(id="\ud800"), "surrogate"),
-            (lambda: client.search_batch(), "of images, of vectors or of ids"),
+            (lambda: client.search_batch(), "list of images, vectors, ids or texts"),
             (lambda: client.encode(), "one image"),
             (lambda: client.put("", b"x"), "one character"),
             (lambda: client.put("a", b"x", vector=[1.0]), "not both"),

@@ -126,7 +126,8 @@ def test_what_is_no_image_is_refused_in_a_sentence(shared, index_path, client, i
         ({"files": [("image", images[0])] * 101}, 400, "100 at most"),
         ({"files": {"image": images[0]}, "data": {"k": "1"}}, 400, "unknown field"),
         ({"content": b"no image", "headers": PNG}, 422, "image"),
-        ({"json": {"vector": [1.0]}}, 415, "multipart/form-data"),
+        ({"json": {"vector": [1.0]}}, 400, 'JSON must be an object of "text"'),
+        ({"content": b"one", "headers": {"Content-Type": "text/plain"}}, 415, "application/json"),
         ({"files": {"image": images[0]}, "params": {"k": 1}}, 400, "query string"),
     ):
         wire.refused(client.post(ENCODE, **request), status, says)

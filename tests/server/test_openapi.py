@@ -93,6 +93,8 @@ def test_responses_match_the_document(served, living, photos):
         own("/identify?far=0.5", "POST", content=image, headers={"Content-Type": "image/png"})
         own("/search/batch", "POST", json={"queries": [{"id": "c"}], "explain": True})
         own("/encode", "POST", files=[("image", image)] * 2)
+        own("/encode", "POST", json={"text": "a red mug"}, status=422)
+        own("/search", "POST", json={"text": "a red mug"}, status=422)
         data_url = f"data:image/png;base64,{b64encode(image).decode()}"
         for form in ("float", "base64"):
             body = {"input": [data_url], "model": "i", "encoding_format": form}

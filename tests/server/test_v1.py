@@ -92,7 +92,7 @@ def test_a_batch_gives_the_results_of_its_searches(shared, index_path, photos):
             ({"json": {"queries": queries}}, status, says)
             for queries, status, says in (
                 (vectors * 51, 400, "102 queries; the limit is 100"),
-                ([vectors[0], named[0]], 400, "either a vector each or the id"),
+                ([vectors[0], named[0]], 400, "all vectors, all ids of items, or all texts"),
                 ([], 400, '"queries" must be'),
                 ([{}], 400, "JSON must be"),
                 ([{"vector": [1]}, {"vector": [True]}], 400, 'entry 1: "vector" must be a list'),

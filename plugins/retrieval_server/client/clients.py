@@ -109,39 +109,41 @@ class AsyncClient(Sender):
         *,
         vector: Iterable[float] | None = None,
         id: str | None = None,
+        text: str | None = None,
         like: Examples = (),
         dislike: Examples = (),
         **options: Unpack[SearchOptions],
     ) -> responses.SearchAnswer:
-        """Search for the items nearest to an image, a vector or an item of the index.
+        """Search for the items nearest to an image, a vector, an item of the index or a text.
 
-        Give one of `image`, `vector` and `id`, or only `like`.
+        Give one of `image`, `vector`, `id` and `text`, or only `like`.
 
         Args:
             image: query image.
             vector: query vector, as wide as the index's vectors.
             id: id of an item of the index; the item itself is left out of the results.
+            text: query text, if the index's model takes texts.
             like: ids or images that results should resemble; text is an id, a file is a `Path`.
-                Images cannot be sent beside a `vector` or `id`.
+                Images cannot be sent beside a `vector`, `id` or `text`.
             dislike: the same of what results should not resemble.
             options: `k`, `filter`, `fields` (of the metadata) and others; see docs/http.md.
         """
-        targets = sum(target is not None for target in (image, vector, id))
+        targets = sum(target is not None for target in (image, vector, id, text))
         examples = {"like": as_items(like), "dislike": as_items(dislike)}
         if targets > 1 or not (targets or examples["like"]):
             raise DataError(
-                "Search for exactly one of an image, a vector and an id, or only for likes."
+                "Search for exactly one of an image, a vector, an id and a text, or only for likes."
             )
         pictures = {}
         for name, group in examples.items():
             pictures[name] = [entry for entry in group if not isinstance(entry, str)]
             examples[name] = [entry for entry in group if isinstance(entry, str)]
         named = {name: ids for name, ids in examples.items() if ids}
-        query = without_none(id=id, vector=numbers_of(vector))
+        query = without_none(id=id, vector=numbers_of(vector), text=text)
         if image is None and not any(pictures.values()):
             content = json_of({**query, **named, **options})
         elif query:
-            raise DataError("Beside a vector or an id, like and dislike ids, not images.")
+            raise DataError("Beside a vector, an id or a text, like and dislike ids, not images.")
         else:
             images = [] if image is None else [image]
             content = await form_of(images, texts_of(**named, **options), **pictures)
@@ -153,18 +155,22 @@ class AsyncClient(Sender):
         *,
         vectors: Iterable[Iterable[float]] = (),
         ids: Iterable[str] = (),
+        texts: Iterable[str] = (),
         **options: Unpack[SearchOptions],
     ) -> responses.BatchAnswer:
-        """Search for the items nearest to several images, vectors or items in one request."""
+        """Search for the items nearest to several images, vectors, items or texts at once."""
         files = list(images)
-        named = [{"id": id} for id in ids]
-        queries: list[dict[str, Any]] = [{"vector": numbers_of(vector)} for vector in vectors]
-        if sum(map(bool, (files, queries, named))) != 1:
-            raise DataError("A batch takes a non-empty list of images, of vectors or of ids.")
+        kinds: list[list[dict[str, Any]]] = [
+            [{"vector": numbers_of(vector)} for vector in vectors],
+            [{"id": id} for id in ids],
+            [{"text": text} for text in texts],
+        ]
+        if sum(map(bool, (files, *kinds))) != 1:
+            raise DataError("A batch takes a non-empty list of images, vectors, ids or texts.")
         if files:
             content = await form_of(files, texts_of(**options))
         else:
-            content = json_of({"queries": queries or named, **options})
+            content = json_of({"queries": [query for kind in kinds for query in kind], **options})
         return await self._send("POST", "/search/batch", responses.BatchAnswer, **content)
 
     async def identify(
@@ -196,11 +202,15 @@ class AsyncClient(Sender):
             content = json_of({**without_none(id=id, vector=numbers_of(vector)), **options})
         return await self._send("POST", "/identify", responses.IdentifyAnswer, **content)
 
-    async def encode(self, *images: Image) -> responses.EncodeAnswer:
-        """Return the vectors of images as the index's bundle encodes them; nothing is stored."""
-        if not images:
-            raise DataError("Pass at least one image.")
-        content = await form_of(images, {})
+    async def encode(self, *images: Image, texts: Iterable[str] = ()) -> responses.EncodeAnswer:
+        """Return the vectors of images or texts by the index's bundle; nothing is stored."""
+        texts = list(texts)
+        if bool(images) == bool(texts):
+            raise DataError("Pass at least one image, or at least one of `texts`, not both.")
+        if texts:
+            content = json_of({"text": texts})
+        else:
+            content = await form_of(images, {})
         return await self._send("POST", "/encode", responses.EncodeAnswer, **content)
 
     async def feedback(
