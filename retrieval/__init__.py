@@ -109,8 +109,8 @@ def load(
     """Load an encoder: a pretrained backbone, a run with its best weights, or a bundle.
 
     Args:
-        source: the name of a backbone, such as "core.efficientnet_lite0", or the folder of a run
-            or bundle.
+        source: the name of a backbone, such as "core.efficientnet_lite0", the folder of a run or
+            bundle, or the address of a bundle, such as "hf://OWNER/NAME".
         parameters: the backbone's parameters, as in a recipe, such as `{"size": 160}`.
         plugins: further plugin files or modules, for a backbone.
         random_weights: allow a backbone with random weights.
@@ -133,6 +133,10 @@ def load(
     from retrieval.errors import DataError, PluginError
 
     path = Path(source)
+    if "://" in str(source):
+        from retrieval.bundle.addresses import bundle_folder
+
+        path = bundle_folder(source)
     kind = kind_of(path)
     if kind == "run":
         run: Run = _load("Run").open(path, or_kept=True, **objects)

@@ -17,6 +17,7 @@ from retrieval.base.arrays import Floats32, Ints
 from retrieval.base.csv_table import csv_text
 from retrieval.base.files import make_folder, whole_file, write_json, write_text
 from retrieval.base.folder_kinds import StrPath, kind_of
+from retrieval.bundle.addresses import bundle_folder
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.data.cache import files_identity
@@ -180,7 +181,7 @@ def distill(
 
 
 def _encoder(teacher: StrPath, plugins: Sequence[str]) -> Encoder:
-    kind = kind_of(Path(teacher))
+    kind = kind_of(bundle_folder(teacher))
     if kind == "bundle":
         return BundleEncoder(Bundle.open(teacher))
     if kind == "run":

@@ -32,6 +32,7 @@ from retrieval.base.runtime import (
     session_options,
     start_session,
 )
+from retrieval.bundle.addresses import bundle_folder
 from retrieval.bundle.graphs import GraphError, check_graph
 from retrieval.bundle.manifest import (
     FILE,
@@ -161,7 +162,7 @@ class Bundle:
         """Check a bundle's format, files and checksums, and load its graphs.
 
         Args:
-            path: folder that `retrieval export` wrote.
+            path: folder that `retrieval export` wrote, or an address such as `hf://OWNER/NAME`.
             variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
             threads: threads per call of the encoder. `None` means `OMP_NUM_THREADS`, or one per
                 core.
@@ -172,7 +173,7 @@ class Bundle:
                 graph differs from the manifest.
             MissingDependency: ONNX Runtime is not installed, or two packages of it are.
         """
-        folder = Path(path)
+        folder = bundle_folder(path)
 
         def load() -> Bundle:
             text = manifest_text(folder)

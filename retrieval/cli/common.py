@@ -182,6 +182,16 @@ def backbone_parameters(overrides: Iterable[str]) -> dict[str, Any]:
     return parameters
 
 
+def bundle_or_model(bundle: Path | None, model: str | None) -> tuple[Path | None, str | None]:
+    """Return `--bundle` and `--model`; a model at the address of a bundle becomes the bundle."""
+    from retrieval.base.folder_kinds import kind_of
+    from retrieval.bundle.addresses import bundle_folder
+
+    if model is not None and kind_of(folder := bundle_folder(model)) == "bundle":
+        return folder, None
+    return bundle, model
+
+
 def refuse_options(when: str, names: Container[str]) -> None:
     """Refuse some parameters of the current command if they are on the command line.
 

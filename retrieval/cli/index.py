@@ -25,6 +25,7 @@ from retrieval.cli.common import (
     Group,
     IndexArgument,
     backbone_parameters,
+    bundle_or_model,
     command,
     limited,
     options,
@@ -129,9 +130,9 @@ def count_texts(counts: Mapping[str, int]) -> list[str]:
 @click.option(
     "--model",
     metavar="ADDRESS",
-    help="Instead of a bundle: a pretrained backbone, such as core.efficientnet_lite0 or"
-    " core.timm:resnet50.a1_in1k, which is exported; or any other model, whose vectors are"
-    " indexed.",
+    help="Instead of a bundle: its address, such as hf://OWNER/NAME; a pretrained backbone, such as"
+    " core.efficientnet_lite0 or core.timm:resnet50.a1_in1k, which is exported; or any other model,"
+    " whose vectors are indexed.",
 )
 @click.option(
     "--backend", default="auto", help="auto (by size), flat, hnsw, ivf, ivfpq, or PLUGIN.NAME."
@@ -180,6 +181,7 @@ def create_command(
         raise click.UsageError(
             "Name what embeds the images: either --bundle BUNDLE or --model ADDRESS."
         )
+    bundle, model = bundle_or_model(bundle, model)
     if model is not None and not images:
         raise click.UsageError("Name IMAGES too: --model needs photos to verify its bundle.")
     # A backbone's name has a point; all other addresses give vectors.

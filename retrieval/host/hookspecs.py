@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pluggy
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import click
 hookspec = pluggy.HookspecMarker("retrieval")
 hookimpl = pluggy.HookimplMarker("retrieval")
@@ -181,6 +183,14 @@ def retrieval_encoders() -> Factories:  # type: ignore[empty-body]
     A factory's name is what stands before the colon of its addresses. It takes the `address`, and
     returns a function of a `retrieval.plugin.Dataset` and indices (N,), which returns the items'
     vectors (N, D), to be compared by Euclidean distance.
+    """
+
+
+@hookspec(firstresult=True)
+def retrieval_bundle_at(address: str) -> Path | None:
+    """Called when an address such as `hf://OWNER/NAME` stands for a bundle.
+
+    Returns the folder of the bundle, or `None` for an address of another kind.
     """
 
 

@@ -116,7 +116,8 @@ def test_bundle_and_metrics(after_tutorial, reader, root):
     reader.follow(root / "docs" / "metrics.md")
 
 
-def test_identity(after_tutorial, root):
+def test_identity(after_tutorial, root, monkeypatch):
+    monkeypatch.syspath_prepend(after_tutorial.folder)  # as for a script in it
     after_tutorial.follow(root / "docs" / "identity.md")
     assert (after_tutorial.folder / "vectors" / "part-000000.parquet").is_file()
 

@@ -52,7 +52,10 @@ TRAINING = {"model", "metrics", "recipe", "data", "run", "evaluation", "export",
 MOST_ENTRIES, MOST_INNER, MOST_FACE = 23, 10, 35
 FACES = {"retrieval", "retrieval.client", "retrieval.results"}
 """Modules of public names, which name the modules of applications as text or for type checkers."""
-APPLICATIONS = {"retrieval_engines", "retrieval_feedback", "retrieval_lab", "retrieval_server"}
+APPLICATIONS = {
+    *("retrieval_engines", "retrieval_feedback", "retrieval_hub", "retrieval_lab"),
+    "retrieval_server",
+}
 """Plugins of this distribution that are built on the rooms; the others import only `PUBLIC`."""
 INNER = {
     "retrieval.data.loading": {"retrieval_samplers"},
