@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import retrieval
 from agreeing import agree
 from hypothesis import HealthCheck, given, settings, strategies as st
+from qdrant_memory import Memory
 from retrieval.plugin import stores
 from retrieval.store.filters import parse_filter
 
@@ -20,30 +20,11 @@ from retrieval_engines.testing.bench import numbered_items, random_item
 from retrieval_engines.testing.small_bundles import WIDTH, shared_bundle
 
 pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed")
-from qdrant_client import QdrantClient
-
 from retrieval_engines.qdrant.place import QdrantPlace
 from retrieval_engines.qdrant.store import QdrantStore
 
 SERVED = shared_bundle().sha256
 NEXT = shared_bundle(seed=1, width=WIDTH + 5)
-
-
-class Memory:
-    """Qdrant's in-process mode, locked for threads; closing a store keeps its content."""
-
-    def __init__(self) -> None:
-        self._client, self._turn = QdrantClient(":memory:"), threading.Lock()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments, **named):
-            with self._turn:
-                return getattr(self._client, name)(*arguments, **named)
-
-        return call
-
-    def close(self) -> None:
-        pass
 
 
 MEMORY: Any = Memory()
