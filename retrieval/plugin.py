@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         Metric as Metric,
         Miner as Miner,
         Subspace as Subspace,
+        TextEncoder as TextEncoder,
         TrackedRun as TrackedRun,
         Tracker as Tracker,
         TrainingItems as TrainingItems,

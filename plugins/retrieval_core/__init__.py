@@ -114,6 +114,12 @@ if find_spec("tensorboard") is not None:
 
 
 @hookimpl
+def retrieval_text_encoders() -> Factories:
+    """A small encoder of English sentences."""
+    return {"sentence_encoder": "retrieval_core.sentence_encoder:sentence_encoder"}
+
+
+@hookimpl
 def retrieval_metrics() -> Factories:
     """The built-in metrics."""
     from retrieval.metrics.recall_map_ndcg import retrieval_metrics as built_in

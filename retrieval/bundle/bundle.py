@@ -706,7 +706,7 @@ class Sessions:
         text = None
         if manifest.text is not None and find_spec("tokenizers"):
             name = manifest.text.tokenizer
-            tokenizer = Tokenizer(folder / name, files[name], manifest.text)
+            tokenizer = Tokenizer(folder / name, files[name], manifest.text.length)
             ids = np.ones((1, manifest.text.length), np.int64)
             outputs = {"vector": shapes["vector"]}
             text = tried(manifest.text.file, {"ids": ids, "mask": ids}, outputs), tokenizer

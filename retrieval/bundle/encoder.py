@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from retrieval.base.arrays import Floats32, as_rows
 from retrieval.base.progress import Progress
 from retrieval.bundle.bundle import Bundle
+from retrieval.errors import BundleError
 from retrieval.images.image_files import listed_images
 
 Embeddings = Floats32
@@ -39,6 +41,20 @@ class Encoder(ABC):
             DataError: an image cannot be used; the message names it.
         """
 
+    def encode_text(self, texts: Sequence[str]) -> Embeddings:
+        """Return the embeddings (N, D) of N texts, in the space of those of images.
+
+        Args:
+            texts: one text or several.
+
+        Raises:
+            BundleError: this encoder takes no texts.
+            DataError: a text cannot be used; the message names it.
+        """
+        raise BundleError(
+            f"{self!r} has no text encoder. Train a model with images and their texts ([text])."
+        )
+
     @abstractmethod
     def exported(self) -> AbstractContextManager[Path]:
         """Return a context manager that yields a folder with the encoder's bundle."""
@@ -66,6 +82,10 @@ class BundleEncoder(Encoder):
         return self.bundle.encode_images(
             listed_images(images), batch_size=batch_size, progress=progress
         )
+
+    def encode_text(self, texts: Sequence[str]) -> Embeddings:
+        """Return the embeddings (N, D) of N texts; see `Encoder.encode_text`."""
+        return self.bundle.encode_text(texts).vector
 
     def exported(self) -> AbstractContextManager[Path]:
         """Return a context manager that yields the bundle's folder."""

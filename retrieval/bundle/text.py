@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.bundle.manifest import TextEntry
 from retrieval.errors import BundleError, DataError
 
 MAX_CHARACTERS = 10_000
@@ -51,13 +50,13 @@ class Tokenizer:
     Args:
         path: the file, for messages.
         content: the file's content.
-        entry: the manifest's entry of the text encoder.
+        length: largest number of tokens of a text that the encoder takes.
 
     Raises:
-        BundleError: the file is not a tokenizer, or does not cut texts to `entry.length` tokens.
+        BundleError: the file is not a tokenizer, or does not cut texts to `length` tokens.
     """
 
-    def __init__(self, path: Path, content: bytes, entry: TextEntry) -> None:
+    def __init__(self, path: Path, content: bytes, length: int) -> None:
         # A batch is tokenized in about a millisecond. The package's own threads would hardly help,
         # and it warns of them in processes that are forked later.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -69,17 +68,17 @@ class Tokenizer:
         except Exception as fault:  # the package raises its errors as plain `Exception`
             raise BundleError(f"{path} is not a tokenizer: {str(fault)[:200]}.") from None
         self.path = path
-        self.length = entry.length
+        self.length = length
         truncation = self._loaded.truncation
-        if truncation is None or truncation["max_length"] > entry.length:
+        if truncation is None or truncation["max_length"] > length:
             raise BundleError(
-                f"{path} must cut texts to at most {entry.length} tokens, the 'length' in the"
+                f"{path} must cut texts to at most {length} tokens, the 'length' in the"
                 " manifest. Set its 'truncation' and export the bundle again."
             )
         padding = self._loaded.padding
-        if padding is None or (padding["length"] or 0) > entry.length:
+        if padding is None or (padding["length"] or 0) > length:
             raise BundleError(
-                f"{path} must say how texts of a batch are padded, to at most {entry.length}"
+                f"{path} must say how texts of a batch are padded, to at most {length}"
                 " tokens. Set its 'padding' and export the bundle again."
             )
 

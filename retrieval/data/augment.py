@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from retrieval.base.arrays import Floats64, Ints, Pixels
+from retrieval.data.texts import TextLabels
 from retrieval.errors import DataError, RetrievalError
 from retrieval.images.preprocessing import to_mode
 from retrieval.model.contracts import in_words
@@ -274,7 +275,7 @@ class MixedLabels:
         return replace(self, own=self.own.pin_memory(), other=self.other.pin_memory())
 
 
-Labels = Tensor | MixedLabels
+Labels = Tensor | MixedLabels | TextLabels
 """The labels of a training batch."""
 
 

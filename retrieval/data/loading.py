@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from retrieval.data.datasets import Dataset
+    from retrieval.data.texts import EncodedTexts
     from retrieval.images.preprocessing import Preprocessing
     from retrieval.model.contracts import Transform
     from retrieval.recipe.tables import Augmentation, Sampler
@@ -557,6 +558,7 @@ class TrainBatches:
         workers: number of processes that decode images; 0 uses threads of this process. The batches
             do not depend on this number. Pixels that are already in memory need no processes.
         raw: reads the dataset's items; pass one to share kept pixels with `inputs`.
+        texts: the items' texts, of which each batch draws some; its labels are `TextLabels`.
 
     Raises:
         DataError: a batch takes more classes than there are, or dataset and backbone do not fit.
@@ -576,7 +578,9 @@ class TrainBatches:
         seed: int,
         workers: int = 0,
         raw: RawInputs | None = None,
+        texts: EncodedTexts | None = None,
     ) -> None:
+        self.texts = texts
         if augmentation.positives == "item":
             labels = np.arange(len(labels))
         self.indices = np.asarray(indices, dtype=np.int64)
@@ -621,7 +625,7 @@ class TrainBatches:
         world: int = 1,
         drawn: Sequence[Ints] | None = None,
     ) -> Iterator[tuple[Tensor, Labels]]:
-        """Yield an epoch's batches: raw inputs and class ids (B,) int64, or `MixedLabels`.
+        """Yield an epoch's batches: raw inputs and class ids (B,) int64, or other `Labels`.
 
         Args:
             number: the epoch's number from 0.
@@ -638,23 +642,27 @@ class TrainBatches:
                 f" equally by {world} processes. Make classes × items a multiple of {world}."
             )
         jobs = []
-        labels = []
+        classes = []
         for batch_number, positions in enumerate(rows[start:], start):
             size = len(positions) // world
             share = slice(rank * size, (rank + 1) * size)
             job = LoadingJob(self.indices[positions], number, batch_number, share)
             jobs.append(job)
-            labels.append(self._labels(job, self.labels[positions]))
+            classes.append(self.labels[positions])
         if self._workers is not None:
             batches = self._workers.run(jobs)
         elif self._slices and self._make.raw.ready(self.indices):
             batches = map(self._make, jobs)
         else:
             batches = _ahead(self._make, jobs)
-        return zip(batches, labels, strict=True)
+        # one batch after another, as the texts of a whole epoch may not fit into memory
+        return zip(batches, map(self._labels, jobs, classes), strict=True)
 
     def _labels(self, job: LoadingJob, labels: Ints) -> Labels:
         """Return the job's share of a batch's class ids."""
+        if self.texts is not None:
+            key = self._make.seed, job.epoch, job.batch
+            return self.texts.labels(job.items, labels, key)
         own_labels = torch.from_numpy(labels[job.share])
         mix = self._make.mix(job)
         if mix is None:

@@ -14,6 +14,7 @@ from retrieval.base.arrays import Array, Ints
 from retrieval.data.datasets import Dataset
 from retrieval.data.loading import RawInputs
 from retrieval.data.splits import Splits
+from retrieval.data.texts import ItemTexts
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ class StoredInputs(Dataset):
         kind: Any,
         inputs: Array,
         labels: list[str],
+        texts: list[str],
     ) -> None:
         self.kind = kind
+        self.texts = texts
         self.inputs = inputs
         self.labels = labels
         self.keys = [f"kept/{i}" for i in range(len(labels))]
@@ -57,8 +60,13 @@ class StoredInputs(Dataset):
         return Splits(numbers.astype(np.int64), names.tolist(), none, none, items, notes=[why])
 
 
-def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing | None) -> bytes:
-    """Return a few held-out inputs and their labels as the content of a safetensors file."""
+def pack_inputs(
+    dataset: Dataset,
+    splits: Splits,
+    preprocessing: Preprocessing | None,
+    texts: ItemTexts | None = None,
+) -> bytes:
+    """Return a few held-out inputs, labels and texts as the content of a safetensors file."""
     raw = RawInputs(dataset, preprocessing, budget=0)
     held_out = splits.held_out
     item_bytes = raw.batch(held_out[:1]).nbytes
@@ -68,6 +76,8 @@ def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing |
     chosen = by_class(held_out, splits.labels, number)
     labels = [splits.classes[i] for i in splits.labels[chosen]]
     metadata = {"format": INPUTS_FORMAT, "kind": dataset.kind, "labels": json.dumps(labels)}
+    if texts is not None:
+        metadata["texts"] = json.dumps(held_out_texts(texts, splits, MOST_ITEMS))
     # safetensors takes contiguous arrays only.
     inputs = np.ascontiguousarray(raw.batch(chosen))
     return save({"inputs": inputs}, metadata)
@@ -83,12 +93,20 @@ def read_inputs(path: Path) -> StoredInputs:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             labels = json.loads(metadata["labels"])
+            texts = json.loads(metadata.get("texts", "[]"))
             inputs = file.get_tensor("inputs")
         if metadata["format"] != INPUTS_FORMAT or not 0 < len(labels) == len(inputs):
             raise ValueError("it is of another format")
-        return StoredInputs(metadata["kind"], inputs, [str(label) for label in labels])
+        labels = [str(label) for label in labels]
+        return StoredInputs(metadata["kind"], inputs, labels, [str(text) for text in texts])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
+
+
+def held_out_texts(texts: ItemTexts, splits: Splits, number: int = ITEMS) -> list[str]:
+    """Return up to `number` of the held-out items' texts, evenly spaced."""
+    chosen = evenly_spaced(texts.numbers(splits.held_out), number)
+    return [texts.distinct[position] for position in chosen]
 
 
 def evenly_spaced(indices: Ints, number: int = ITEMS) -> Ints:

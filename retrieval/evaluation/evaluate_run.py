@@ -27,6 +27,7 @@ from retrieval.base.trec import qrels_text, run_text
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.data.splits import tested_splits
+from retrieval.data.texts import EncodedTexts, ItemTexts
 from retrieval.errors import DataError, RecipeError
 from retrieval.evaluation.evaluation import (
     ByContestant,
@@ -36,6 +37,7 @@ from retrieval.evaluation.evaluation import (
     Metrics,
     Tags,
     class_sizes,
+    evaluate as evaluate_codes,
     evaluate_search,
     grid,
     hidden_items,
@@ -51,7 +53,7 @@ from retrieval.evaluation.neighbors import Exclusion, NeighborSearch, exact_neig
 from retrieval.recipe.read import check_recipe, naming, read_table
 from retrieval.run.build import build_dataset, check_columns
 from retrieval.run.encoders import encoder_at
-from retrieval.run.open import ItemCodes, Run
+from retrieval.run.open import ItemCodes, Run, texts_of
 
 if TYPE_CHECKING:
     from retrieval.bundle.bundle import Bundle
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from retrieval.data.datasets import Dataset
     from retrieval.data.splits import Splits
     from retrieval.model.contracts import Metric
+    from retrieval.model.model import TextPart
     from retrieval.recipe.read import Recipe
 
 Items = Ints
@@ -89,8 +92,8 @@ class RunEvaluation(ByContestant):
         queries: number of queries in the means.
         gallery: number of items in the gallery.
         singletons: number of queries left out because no other item has their label.
-        metrics: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"), the mean of
-            each metric.
+        metrics: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"; with texts,
+            "text to image" and "image to text"), the mean of each metric.
         candidates: for a bundle with a rescorer, how many of the nearest items are candidates.
         spread: with `[evaluate] gallery_items`, by contestant, the standard deviation of each
             metric over random galleries.
@@ -113,8 +116,8 @@ class RunEvaluation(ByContestant):
 
     @property
     def values(self) -> dict[str, float]:
-        """The mean of each metric of the trained model."""
-        return self.metrics["trained"]
+        """The mean of each metric of the trained model, between images if they have classes."""
+        return next(iter(self.metrics.values()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of `evaluation-SIDE.json`, which omits keys without content."""
@@ -213,11 +216,25 @@ def evaluate(
     distance = combiner and combiner.compute_mat
     codes = encoded_sides(ItemCodes(run, device))
     trained = measure(codes, distance)
+    contestants = {"trained": trained}
+    if model.text is not None:
+        items = query
+        images = codes[0]
+        if gallery is not None:
+            items, rows = np.unique(np.concatenate([query, gallery]), return_index=True)
+            images = torch.cat(codes)[rows]
+        sides = text_sides(texts_of(run), items, images, model.text)
+        contestants |= {
+            name: evaluate_codes(**arguments, metrics=chosen) for name, arguments in sides.items()
+        }
+        # of images that have no others of their class, only their texts can be found
+        if not trained.queries:
+            del contestants["trained"]
+            trained = contestants["text to image"]
     if not trained.queries:
         raise DataError(unanswerable(run, side))
     if rankings is not None:
         protocol.write_rankings(Path(rankings), *codes, distance)
-    contestants = {"trained": trained}
     if baseline:
         raw = encoded_sides(lambda items: pixels(run.dataset, items, model))
         contestants[raw_name(run)] = measure(raw)
@@ -247,6 +264,43 @@ def evaluate(
     )
     write_json(run.path / f"evaluation-{split}.json", results.as_dict(), DataError)
     return results
+
+
+def text_sides(
+    texts: EncodedTexts, items: Items, codes: Any, part: TextPart
+) -> dict[str, dict[str, Any]]:
+    """Return the arguments of `retrieval.evaluate` for both directions of search.
+
+    A text is right for all images that have it, and an image for all its texts.
+
+    Args:
+        texts: the texts of the dataset's items.
+        items: (N,), the images to search.
+        codes: (N, C), their codes.
+        part: the model's part for texts.
+    """
+    numbers = texts.texts.numbers(items)
+    text_codes = texts.codes(numbers, part)
+    of_text = [[texts.texts.distinct[number]] for number in numbers]
+    of_image = texts.texts.of(items)
+    text_rows = np.arange(len(numbers))
+    image_rows = np.arange(len(items))
+    return {
+        "text to image": {
+            "codes": text_codes,
+            "labels": text_rows,
+            "gallery": codes,
+            "gallery_labels": image_rows,
+            "relevance": Tags(of_text, of_image),
+        },
+        "image to text": {
+            "codes": codes,
+            "labels": image_rows,
+            "gallery": text_codes,
+            "gallery_labels": text_rows,
+            "relevance": Tags(of_image, of_text),
+        },
+    }
 
 
 def _differences(
@@ -352,6 +406,16 @@ def refuse_unanswerable(run: Run | DividedItems) -> None:
         DataError: the validation side or the test side cannot be measured.
     """
     splits = run.splits
+    if run.recipe.text is not None:
+        # images are found by their texts, whatever their classes
+        of_item = ItemTexts(run.dataset, run.recipe.text)
+        for side, items in (("test", splits.query), ("validation", splits.validation)):
+            if len(items) and not len(of_item.numbers(items)):
+                raise DataError(
+                    f"[text] column: no item of the {side} side has a text in"
+                    f" '{run.recipe.text.column}', so nothing can be measured there."
+                )
+        return
     test = Protocol(run, splits.query, splits.gallery)
     # each random gallery may leave other queries, so each is checked
     rounds = test.rounds(splits.query, splits.gallery)

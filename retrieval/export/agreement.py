@@ -24,7 +24,7 @@ from retrieval.model.graph import (
     to_onnx,
 )
 from retrieval.model.input_reads import DependsOnInputs
-from retrieval.model.model import Model
+from retrieval.model.model import Model, TextPart
 
 RunGraph = Callable[[list[str], dict[str, Array]], Sequence[Any]]
 """Runs a graph on (names of its outputs, inputs by name), like an ONNX Runtime session."""
@@ -40,6 +40,9 @@ NEAR = 0.01
 """Pairs nearer than this share of the mean distance are not compared."""
 OUTLIER_TOLERANCE = 100
 """Outliers may differ by this many tolerances: rounding errors grow outside the usual range."""
+
+ODD_TEXTS = ("a", "red mug " * 1000, "ÇA, ß – 東京 🙂 42 €", "?!", "mug " * 40)
+"""Texts unlike those of people who search, which the graph of texts must agree on, too."""
 
 EXPORTERS: Sequence[Exporter] = ("dynamo", "torchscript")
 """torch's exporters; the first whose graph agrees with torch is used."""
@@ -240,6 +243,40 @@ def encoder_graph(
         return worst.value
 
     return agreed_graph(module, (example,), signature, check, what)
+
+
+def text_graph(part: TextPart, texts: Sequence[str], tolerance: float) -> tuple[bytes, float]:
+    """Return the graph of a model's part for texts, and its difference from torch on texts.
+
+    It is compared on one text, on `ODD` texts, and on all texts and `ODD_TEXTS` in batches.
+    """
+    listed = [*texts, *ODD_TEXTS]
+    batches = [listed[:1], listed[:ODD]]
+    batches += [listed[start : start + BATCH] for start in range(0, len(listed), BATCH)]
+    tokens = [part.tokenizer(batch) for batch in batches]
+    expected = [part(*map(torch.from_numpy, feeds.values())).float().numpy() for feeds in tokens]
+    width = expected[0].shape[1]
+    signature = Signature({"ids": ("N", "L"), "mask": ("N", "L")}, {"vector": ("N", width)})
+
+    def check(graph: bytes) -> float:
+        run = session(graph).run
+        differences = []
+        for batch, feeds, rows in zip(batches, tokens, expected, strict=True):
+            try:
+                (vectors,) = run(["vector"], dict(feeds))
+            except Exception as fault:  # ONNX Runtime's errors share no public base class
+                raise BundleError(
+                    f"The exported graph fails on {len(batch)} texts of {feeds['ids'].shape[1]}"
+                    f" tokens: {fault_line(fault)}"
+                ) from fault
+            worst = _worst({"vector": rows}, {"vector": vectors})
+            differences.append(worst._replace(where=f"in a batch of {len(batch)} texts"))
+        worst = max(differences)
+        refuse_difference(worst, part, tolerance)
+        return worst.value
+
+    example = tuple(map(torch.from_numpy, part.tokenizer(["two red mugs", "a mug"]).values()))
+    return agreed_graph(part, example, signature, check, "text encoder")
 
 
 def rescorer_graph(combiner: Combiner, codes: Floats32, tolerance: float) -> tuple[bytes, float]:

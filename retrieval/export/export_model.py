@@ -31,11 +31,12 @@ from retrieval.bundle.manifest import (
     RescorerEntry,
     SplitEntry,
     SubspaceEntry,
+    TextEntry,
     Variant,
     Verified,
     write_manifest,
 )
-from retrieval.bundle.probe import WIDEST, probe_of
+from retrieval.bundle.probe import WIDEST, probe_of, text_probe_of
 from retrieval.errors import BundleError
 from retrieval.export import agreement
 from retrieval.export.variants import VariantName, check_drift, make_variant, measure
@@ -199,6 +200,22 @@ class _Export:
         self.files |= {entry.backbone: first, entry.head: second}
         return entry
 
+    def text(self, texts: Sequence[str]) -> TextEntry | None:
+        """Add the graph and the tokenizer of the model's part for texts, if it has one."""
+        part = self.model.text
+        if part is None:
+            return None
+        self.step("exporting the text encoder and comparing it with torch")
+        graph, difference = agreement.text_graph(part, texts, self.tolerance)
+        verified = Verified(
+            tolerance=self.tolerance,
+            largest_difference=difference,
+            items=len(texts) + len(agreement.ODD_TEXTS),
+        )
+        entry = TextEntry(length=part.encoder.length, verified=verified)
+        self.files |= {entry.file: graph, entry.tokenizer: part.encoder.tokenizer}
+        return entry
+
     def rescorer(self, codes: Tensor | None) -> RescorerEntry:
         """Add the rescorer's graph, and choose its number of candidates.
 
@@ -283,6 +300,7 @@ def export_model(
     calibration: Array | None = None,
     codes: Tensor | None = None,
     evaluation: Mapping[str, float] | None = None,
+    texts: Sequence[str] = (),
     **options: Unpack[ExportOptions],
 ) -> Manifest:
     """Write a bundle, and return its manifest.
@@ -305,6 +323,7 @@ def export_model(
         codes: (N, C) codes of real items, from which the combiner chooses the rescorer's number of
             candidates; by default the codes of `items`.
         evaluation: metrics for the manifest.
+        texts: texts on which a model's part for texts is compared with torch.
         options: variants, split, allow_drift, tolerance and replace; see `Run.export`.
 
     Raises:
@@ -320,7 +339,7 @@ def export_model(
     # variants are made of the whole encoder, which a split bundle does not keep
     whole = not chosen.split or bool(names)
     rescored = model.combiner is not None and not model.combiner.exact
-    total = 1 + whole + 2 * chosen.split + rescored + len(names)
+    total = 1 + whole + 2 * chosen.split + rescored + (model.text is not None) + len(names)
     number = itertools.count()
 
     def show(step: str) -> None:
@@ -346,6 +365,7 @@ def export_model(
             rescorer = export.rescorer(codes)
         else:
             rescorer = None
+        text = export.text(texts)
         written: dict[str, Variant] = {}
         for variant in names:
             written[variant] = export.variant(variant, encoder, calibration, labels, folder)
@@ -363,6 +383,7 @@ def export_model(
             "encoder": None if chosen.split else "encoder.onnx",
             "split": halves,
             "rescorer": rescorer,
+            "text": text,
             "variants": written,
             "verified": Verified(
                 tolerance=chosen.tolerance, largest_difference=largest, items=len(items)
@@ -419,5 +440,9 @@ def _seal(folder: Path, content: Mapping[str, Any], items: Array) -> Manifest:
         opened[variant] = Bundle.open(folder, variant=variant, threads=1, device="cpu")
     if manifest.vector > WIDEST:
         return manifest
-    probe = probe_of(opened, (float(items.mean()), float(items.std())))
-    return write_manifest(folder, manifest.model_copy(update={"probe": probe}))
+    probes: dict[str, Any] = {}
+    probes["probe"] = probe_of(opened, (float(items.mean()), float(items.std())))
+    if manifest.text is not None:
+        probe = text_probe_of(opened[None])
+        probes["text"] = manifest.text.model_copy(update={"probe": probe})
+    return write_manifest(folder, manifest.model_copy(update=probes))

@@ -16,12 +16,18 @@ from retrieval.base.progress import Progress, shows_progress
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.encoder import BundleEncoder
 from retrieval.data.loading import inputs
-from retrieval.data.stored_inputs import StoredInputs, by_class, evenly_spaced
+from retrieval.data.stored_inputs import (
+    StoredInputs,
+    by_class,
+    evenly_spaced,
+    held_out_texts,
+)
+from retrieval.data.texts import ItemTexts
 from retrieval.errors import BundleError, valid_text
 from retrieval.export.agreement import is_normalized
 from retrieval.export.export_model import ExportOptions, export_model
 from retrieval.model.graph import ready
-from retrieval.model.model import Model, Normalise, Prefix
+from retrieval.model.model import Model, Normalise, Prefix, TextPart
 from retrieval.run.open import ItemCodes, Run
 
 MANY = 10_000
@@ -101,6 +107,7 @@ def export(
         calibration=calibration,
         codes=codes,
         evaluation=evaluation,
+        texts=_texts(run),
         **options,
     )
     return BundleEncoder(Bundle.open(folder, device="cpu"))
@@ -127,9 +134,22 @@ def _cut(model: Model, items: Array, dimensions: int) -> Model:
         unit = [Normalise()]
     else:
         unit = []
-    cut = Model(model.backbone, nn.Sequential(model.head, Prefix(dimensions), *unit))
+    text = None
+    if model.text is not None:
+        text_head = nn.Sequential(model.text.head, Prefix(dimensions), *unit)
+        text = TextPart(model.text.encoder, text_head, model.text.frozen)
+    cut = Model(model.backbone, nn.Sequential(model.head, Prefix(dimensions), *unit), text=text)
     cut.channels_last = model.channels_last
     return cut
+
+
+def _texts(run: Run) -> list[str]:
+    """Return texts of held-out items, on which a part for texts is compared with torch."""
+    if run.recipe.text is None:
+        return []
+    if isinstance(run.dataset, StoredInputs):
+        return run.dataset.texts
+    return held_out_texts(ItemTexts(run.dataset, run.recipe.text), run.splits)
 
 
 def _load(run: Run, indices: Ints) -> Array:

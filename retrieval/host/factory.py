@@ -62,6 +62,7 @@ KINDS = {
     "trackers": "tracker",
     "clusters": "cluster",
     "encoders": "encoder",
+    "text_encoders": "text encoder",
 }
 """Kinds of parts that plugins offer: the ending of the hook's name, and the singular."""
 
@@ -74,10 +75,12 @@ COMPONENTS = {
     "miner": "miners",
     "generator": "generators",
     "learner": "learners",
+    "text": "text_encoders",
 }
 """The recipe's tables that name a plugin's part, and the kind of that part."""
 
-OBJECT_KINDS = {**COMPONENTS, "augmentation": "augmentations"}
+OBJECT_KINDS = {t: kind for t, kind in COMPONENTS.items() if t != "text"}
+OBJECT_KINDS |= {"augmentation": "augmentations"}
 """The recipe's tables for which a Python object may stand, and the kind of that object."""
 
 GIVEN = {

@@ -92,6 +92,11 @@ def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
 
 
 @hookspec
+def retrieval_text_encoders() -> Factories:  # type: ignore[empty-body]
+    """Called for a recipe's `[text]`. A factory returns a `retrieval.plugin.TextEncoder`."""
+
+
+@hookspec
 def retrieval_metrics() -> Factories:  # type: ignore[empty-body]
     """Called for `[evaluate] metrics`. A factory returns a `retrieval.plugin.Metric`."""
 

@@ -452,8 +452,8 @@ def names(kind: str) -> list[str]:
 
     Args:
         kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner", "sampler",
-            "augmentation", "metric", "index", "store", "distance", "reducer", "regularizer" or
-            "tracker", or the plural.
+            "augmentation", "text encoder", "metric", "index", "store", "distance", "reducer",
+            "regularizer" or "tracker", or the plural.
 
     Raises:
         PluginError: the kind is unknown; the message suggests the closest.

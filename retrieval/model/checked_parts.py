@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval.base.arrays import Array, Bools, Floats64, Ints
-from retrieval.errors import PluginError
+from retrieval.errors import BundleError, DataError, PluginError
 from retrieval.host.factory import calling
 from retrieval.images.preprocessing import Preprocessing
 from retrieval.model.contracts import (
@@ -21,11 +21,12 @@ from retrieval.model.contracts import (
     Combiner,
     Generator,
     PooledHits,
+    TextEncoder,
     breach,
     in_words,
     refuse_class,
 )
-from retrieval.model.model import checked_rows, evaluation_mode
+from retrieval.model.model import TextPart, checked_rows, evaluation_mode
 
 
 @contextlib.contextmanager
@@ -89,6 +90,36 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
         codes = head(torch.zeros(2, features, device=weight.device))
     checked_rows(codes, f"{what}'s head", (2, -1), weight.device, "codes")
     return head
+
+
+def check_text_encoder(encoder: Any, name: str) -> int:
+    """Return the number of features of a text encoder that keeps its contract.
+
+    Raises:
+        PluginError: it is no module, its tokenizer does not fit, or it gives no features.
+    """
+    what = f"The text encoder {name}"
+    if not isinstance(encoder, nn.Module):
+        raise breach(what, encoder, "a retrieval.plugin.TextEncoder.")
+    length = getattr(encoder, "length", None)
+    content = getattr(encoder, "tokenizer", None)
+    if not isinstance(length, int) or not 1 <= length <= 4096 or not isinstance(content, bytes):
+        raise PluginError(
+            f"{what} has length = {in_words(length)} and tokenizer = {in_words(content)}; they must"
+            " be the largest number of tokens, 1 to 4,096, and the content of a tokenizer.json."
+        )
+    try:
+        part = TextPart(cast(TextEncoder, encoder), nn.Identity())
+        tokens = part.tokens(["a photo", "a photo of two red mugs"])
+    except (BundleError, DataError) as fault:
+        raise PluginError(f"{what}: {fault}") from fault
+    with calling(what), untouched(encoder):
+        features = part.features(tokens)
+        alone = part.features(part.tokens(["a photo"]))
+    checked_rows(features, what, (2, -1), tokens.device, "features")
+    if not torch.allclose(features[:1], alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
+        raise PluginError(f"{what} gives other features for padded texts: it must use the mask.")
+    return int(features.shape[1])
 
 
 def check_distances(

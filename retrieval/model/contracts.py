@@ -116,6 +116,21 @@ class Backbone(nn.Module):
     preprocessing: Preprocessing | None = None
 
 
+class TextEncoder(nn.Module):
+    """Maps the tokens of texts, `ids` and `mask` int64 (N, L), to features (N, F).
+
+    The mask is 1 for a token and 0 for padding, which must not change the features.
+
+    Attributes:
+        tokenizer: content of a `tokenizer.json` of the package `tokenizers`, with truncation to at
+            most `length` tokens and with padding.
+        length: largest number of tokens of a text.
+    """
+
+    tokenizer: bytes
+    length: int
+
+
 @runtime_checkable
 class Loss(Protocol):
     """A loss, with the signature of pytorch-metric-learning's losses."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from retrieval.base.arrays import Floats
 from retrieval.errors import PluginError
 from retrieval.host.factory import calling
 from retrieval.images.preprocessing import Preprocessing
-from retrieval.model.contracts import Backbone, Combiner, breach
+from retrieval.model.contracts import Backbone, Combiner, TextEncoder, breach
 
 
 def full_precision(x: Tensor) -> Tensor:
@@ -79,6 +80,49 @@ def build_head(
     return nn.Sequential(*layers)
 
 
+class TextPart(nn.Module):
+    """Maps texts to codes: a tokenizer, a text encoder and a head.
+
+    Args:
+        encoder: maps tokens to features.
+        head: maps features to codes, as wide as those of images.
+        frozen: whether the encoder's weights are fixed.
+    """
+
+    def __init__(self, encoder: TextEncoder, head: nn.Module, frozen: bool = False) -> None:
+        # most models have no part for texts, and need nothing of a bundle
+        from retrieval.bundle.text import Tokenizer
+
+        super().__init__()
+        self.encoder = encoder
+        self.head = head
+        self.frozen = frozen
+        self.tokenizer = Tokenizer(Path("tokenizer.json"), encoder.tokenizer, encoder.length)
+        if frozen:
+            encoder.requires_grad_(False)
+
+    def tokens(self, texts: Sequence[str]) -> Tensor:
+        """Return the ids and the mask (N, 2, L), int64, of N texts."""
+        return torch.from_numpy(np.stack([*self.tokenizer(texts).values()], 1))
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Return features (N, F) of tokens (N, 2, L)."""
+        features: Tensor = self.encoder(*tokens.unbind(1))
+        return full_precision(features)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return codes (N, C) of ids and mask (N, L)."""
+        codes: Tensor = self.head(full_precision(self.encoder(ids, mask)))
+        return codes
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all parts, except that a frozen encoder stays in evaluation mode."""
+        super().train(mode)
+        if self.frozen:
+            self.encoder.eval()
+        return self
+
+
 class Model(nn.Module):
     """Maps images or vectors to features (the backbone's output) and codes (the head's output).
 
@@ -90,6 +134,7 @@ class Model(nn.Module):
         backbone: maps inputs to features.
         head: maps features to codes.
         combiner: computes the distance between codes; `None` for the Euclidean distance.
+        text: maps texts to codes in the same space; `None` for a model of images alone.
     """
 
     def __init__(
@@ -97,11 +142,13 @@ class Model(nn.Module):
         backbone: Backbone,
         head: nn.Module,
         combiner: Combiner | None = None,
+        text: TextPart | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
         self.combiner = combiner
+        self.text = text
         self.channels_last = False
         if self.preprocessing is not None:
             mean = torch.tensor(self.preprocessing.mean).view(1, -1, 1, 1)

@@ -172,7 +172,7 @@ def option_hint(recipe: Tables, table: Mapping[str, Any], place: Sequence[Any]) 
 def check_together(recipe: Tables, present: Collection[str]) -> list[str]:
     """Return conflicts between a recipe's tables; `present` names its tables of parts."""
     problems = [*_loss(recipe), *_parts(recipe, present), *_once(recipe, present)]
-    problems += [*_training(recipe, present), *_evaluation(recipe)]
+    problems += [*_training(recipe, present), *_evaluation(recipe), *_text(recipe)]
     for phase in recipe.phase:
         problems += _phase(recipe, phase, "generator" in present)
     return problems
@@ -198,7 +198,7 @@ def _parts(recipe: Tables, present: Collection[str]) -> Iterator[str]:
             yield f"[head] {key}: a [combiner] brings its own head. Remove one of the two."
     for key, is_set, users in (
         ("[generator_optimizer]", own, ["generator"]),
-        ("[train] real_weight", train.real_weight, ["generator"]),
+        ("[train] real_weight", train.real_weight, ["generator", "text"]),
         ("[train] coupling", train.coupling != "separate", ["generator"]),
         ("[train] mine", train.mine != "before", ["generator"]),
         ("[train] loss_weight", train.loss_weight != 1, ["generator", "combiner"]),
@@ -301,6 +301,27 @@ def _training(recipe: Tables, present: Collection[str]) -> Iterator[str]:
     ):
         if is_set and not recipe.split.validation and recipe.split.by != "given":
             yield f"{key} needs a validation part: set [split] validation above 0."
+
+
+def _text(recipe: Tables) -> Iterator[str]:
+    """Yield conflicts of texts with other tables."""
+    text = recipe.text
+    if text is None:
+        return
+    for table in ("combiner", "generator", "learner", "miner"):
+        if getattr(recipe, table) is not None:
+            yield f"[text] cannot be combined with a [{table}]. Remove one of the two."
+    if recipe.augmentation.mix is not None:
+        yield "[augmentation] mix: a mixed image has no text. Remove mix."
+    if text.identity and text.hidden:
+        yield "[text] identity = true: there is no head for hidden. Remove one of the two."
+    if recipe.loss is not None and not recipe.loaded.every(
+        "losses", recipe.loss.table, lambda f: f.supports_ref_emb and f.supports_miner
+    ):
+        yield (
+            f"[text] {recipe.loss.name} compares only images with one another. Use a loss that"
+            " takes `ref_emb` and `indices_tuple`, such as core.sigmoid_loss or core.info_nce."
+        )
 
 
 def _evaluation(recipe: Tables) -> Iterator[str]:

@@ -24,7 +24,7 @@ from retrieval.host.factory import COMPONENTS
 from retrieval.host.plugins import Plugins, load_plugins
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
+Trainable = Literal["backbone", "head", "combiner", "loss", "generator", "text"]
 
 
 def selector(text: str) -> str:
@@ -241,6 +241,25 @@ class Head(Section):
     """Use the features as the embedding, without a head."""
 
 
+class Text(Component):
+    """`[text]`: a second encoder, whose vectors of texts lie in the space of the images' vectors.
+
+    The loss compares a batch's images, as its embeddings, with their texts, as its reference set.
+    Each row of a batch draws one of its image's texts. A text is right for all images that have it.
+    """
+
+    column: str = "text"
+    """The column of metadata that holds an image's texts: text, or a list of texts."""
+    separator: Annotated[str, Field(min_length=1)] = "\n"
+    """What separates several texts in one value, such as `";"`; by default a line break."""
+    frozen: bool = False
+    """Keep the encoder's weights fixed; the features of all texts are then computed once."""
+    hidden: list[PositiveInt] = Field([])
+    """Widths of hidden layers with ReLU in the texts' own head. The default is a linear map."""
+    identity: bool = False
+    """Use the encoder's features as the embedding, without a head."""
+
+
 class Optimizer(Section):
     """`[optimizer]`: an optimiser of `torch.optim` and its learning rates."""
 
@@ -335,7 +354,7 @@ class Phase(Section):
     """Name of the phase in the log."""
     epochs: PositiveInt = 10
     """Number of epochs."""
-    train: list[Trainable] = Field(["backbone", "head", "combiner", "loss", "generator"])
+    train: list[Trainable] = Field(["backbone", "head", "combiner", "loss", "generator", "text"])
     """The parts that train. The others keep their weights and batch statistics."""
     freeze: list[Selector] = Field([])
     """Parameters that stay fixed although their part trains, selected by one key of `lr_factor`
@@ -409,7 +428,9 @@ class Train(Section):
     sync_batch_norm: bool = False
     """Batch norm uses the batch of all processes, instead of each process's share."""
     real_weight: NonNegativeFloat = 0.0
-    """With a generator, weight of an additional loss on real samples alone."""
+    """With a generator, weight of an additional loss on real samples alone; with a [text], of an
+    additional loss of the images with one another, by their labels.
+    """
     loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """With a generator or a combiner, the weight λ of the loss (on real and synthetic samples).
     The objectives of generator and combiner have weight 1, as in DAML's (J_gen + μ J_dis) + λ
@@ -532,6 +553,8 @@ class Tables(Section):
     """The generator of synthetic negatives."""
     learner: Component | None = None
     """A learner, instead of a loss."""
+    text: Text | None = None
+    """The encoder of the images' texts, for search by words."""
     optimizer: Optimizer = Field(default_factory=Optimizer)
     generator_optimizer: Optimizer | None = None
     """The generator's own optimiser, by default `[optimizer]`'s settings."""
@@ -622,5 +645,9 @@ class Tables(Section):
 
 def host_keys(table: str) -> set[str]:
     """Return the keys of a part's table that the host itself reads, such as `[backbone] frozen`."""
-    sections: dict[str, type[Component]] = {"backbone": Backbone, "sampler": Sampler}
+    sections: dict[str, type[Component]] = {
+        "backbone": Backbone,
+        "sampler": Sampler,
+        "text": Text,
+    }
     return set(sections.get(table, Component).model_fields) - {"name"}

@@ -27,10 +27,11 @@ from retrieval.model.checked_parts import (
     check_head,
     check_kind,
     check_learner,
+    check_text_encoder,
     model_parts,
 )
 from retrieval.model.contracts import Backbone, BatchSampler, Combiner, Generator, Learner
-from retrieval.model.model import Model, build_head, evaluation_mode
+from retrieval.model.model import Model, TextPart, build_head, evaluation_mode
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Evaluate
 from retrieval.run import checkpoint_format
@@ -147,6 +148,10 @@ def differing_tensors(backbone: Backbone, other: Backbone) -> list[str]:
 
 def build_model(recipe: Recipe, dataset: Dataset) -> Model:
     """Return the untrained model of a recipe with a loss."""
+    return _add_text(_image_model(recipe, dataset), recipe)
+
+
+def _image_model(recipe: Recipe, dataset: Dataset) -> Model:
     backbone = build_backbone(recipe, dataset)
     if recipe.combiner is not None:
         name = recipe.combiner.name
@@ -167,6 +172,26 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
     with calling(f"[head] embedding_size = {head.embedding_size}, hidden = {head.hidden}"):
         layers = build_head(backbone.features, head.embedding_size, head.hidden, head.normalise)
     return Model(backbone, layers)
+
+
+def _add_text(model: Model, recipe: Recipe) -> Model:
+    """Return a model with the recipe's part for texts, if it has one."""
+    table = recipe.text
+    if table is None:
+        return model
+    encoder = recipe.build("text")
+    features = check_text_encoder(encoder, table.name)
+    width = code_size(model)
+    head: nn.Module = nn.Identity()
+    if not table.identity:
+        head = build_head(features, width, table.hidden, recipe.head.normalise)
+    elif features != width:
+        raise RecipeError(
+            f"[text] identity = true: {table.name} gives {features} features, but the embedding of"
+            f" an image has {width} numbers. Remove identity, or change [head]."
+        )
+    model.text = TextPart(encoder, head, table.frozen)
+    return model
 
 
 def code_size(model: Model) -> int:

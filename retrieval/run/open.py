@@ -22,6 +22,7 @@ from retrieval.data.encode import encode, evaluating
 from retrieval.data.features import backbone_features
 from retrieval.data.splits import Splits, make_splits
 from retrieval.data.stored_inputs import StoredInputs, pack_inputs, read_inputs
+from retrieval.data.texts import EncodedTexts, ItemTexts
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import Absent
@@ -232,7 +233,10 @@ def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = Fal
     """
     files: dict[str, Any] = {"run.json": describe(run)}
     try:
-        files[INPUTS] = pack_inputs(run.dataset, run.splits, run.model.preprocessing)
+        texts = None
+        if run.recipe.text is not None:
+            texts = ItemTexts(run.dataset, run.recipe.text)
+        files[INPUTS] = pack_inputs(run.dataset, run.splits, run.model.preprocessing, texts)
     except DataError as error:
         report(f"note: the run keeps no held-out inputs, so its export will need the data: {error}")
     create_folder(run.path, run.recipe, files, replace=replace)
@@ -302,6 +306,18 @@ def _weights_to_use(path: Path) -> tuple[Path, str]:
     else:
         other = ""
     return files[0], other + checkpoint_format.TRAIN_AGAIN
+
+
+def texts_of(run: Run, *, ahead: bool = True) -> EncodedTexts:
+    """Return the texts of a run's items for its model; see `EncodedTexts` for `ahead`.
+
+    Raises:
+        DataError: no item has a text.
+    """
+    assert run.recipe.text is not None
+    assert run.model.text is not None
+    texts = ItemTexts(run.dataset, run.recipe.text)
+    return EncodedTexts(texts, run.model.text, run.device, ahead)
 
 
 class ItemCodes:

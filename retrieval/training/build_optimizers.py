@@ -25,7 +25,7 @@ from retrieval.run.build import Objective
 
 def names_of(recipe: Recipe) -> dict[str, str]:
     """Return the parts' names in messages by part, such as "loss pml.triplet_margin"."""
-    parts = ("backbone", "loss", "miner", "generator", "combiner")
+    parts = ("backbone", "loss", "miner", "generator", "combiner", "text")
     return {part: f"{part} {getattr(getattr(recipe, part), 'name', '')}" for part in parts}
 
 
@@ -37,7 +37,10 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
         "combiner": [model.combiner],
         "loss": [objective.loss, objective.miner],
         "generator": [objective.generator],
+        "text": [],
     }
+    if model.text is not None:
+        modules["text"] = [model.text.head if model.text.frozen else model.text]
     seen: set[int] = set()
     parameters_of: dict[Trainable, list[Parameter]] = {name: [] for name in modules}
     # The first part that has a parameter owns it. A head may share parameters with the combiner,

@@ -30,7 +30,7 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Sampler
 from retrieval.run import checkpoint_format
 from retrieval.run.build import build_learner, build_sampler, code_size
-from retrieval.run.open import Run, build_run
+from retrieval.run.open import Run, build_run, texts_of
 from retrieval.training.fit_learner import (
     NOTHING,
     fit,
@@ -230,7 +230,7 @@ def _sampler_warnings(run: Run) -> Iterator[str]:
             " times in a batch. Lower [sampler] items."
         )
     pairs = run.plugins.every("losses", loss.table, lambda factory: factory.supports_miner)
-    if sampler.items * views == 1 and pairs:
+    if sampler.items * views == 1 and pairs and recipe.text is None:
         yield (
             f"[sampler] items = 1: {loss.name} compares items of the same class, but a batch has"
             " only one item of each class. Set items = 2 or more."
@@ -240,6 +240,9 @@ def _sampler_warnings(run: Run) -> Iterator[str]:
 def batches_of(run: Run, sampler: Sampler) -> TrainBatches:
     """Return the run's training batches, with the batch size of `sampler`."""
     recipe = run.recipe
+    texts = None
+    if run.model.text is not None:
+        texts = texts_of(run, ahead=False)
     return TrainBatches(
         run.dataset,
         run.splits.train,
@@ -250,6 +253,7 @@ def batches_of(run: Run, sampler: Sampler) -> TrainBatches:
         augmentation=recipe.augmentation,
         transforms=built_transforms(recipe),
         seed=recipe.seed,
+        texts=texts,
     )
 
 

@@ -172,10 +172,10 @@ NOTHING = "The model has nothing to train: the backbone's features are used as t
 
 
 def nothing_to_train(run: Run) -> bool:
-    """Return whether backbone, head and combiner have no trainable parameter."""
+    """Return whether backbone, head, combiner and texts have no trainable parameter."""
     assert run.objective is not None
     parts = parts_of(run.model, run.objective, run.recipe.backbone.frozen)
-    return not any(parts[name] for name in ("backbone", "head", "combiner"))
+    return not any(parts[name] for name in ("backbone", "head", "combiner", "text"))
 
 
 def write_untrained(run: Run, report: Callable[[str], None], create: Callable[[Run], None]) -> Run:

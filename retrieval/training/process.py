@@ -27,8 +27,9 @@ from retrieval.base.machine import keep_large_blocks
 from retrieval.data.datasets import Dataset
 from retrieval.data.encode import encode
 from retrieval.data.loading import RawInputs
+from retrieval.data.texts import EncodedTexts
 from retrieval.errors import DataError, Interrupted, RecipeError, RetrievalError
-from retrieval.evaluation.evaluate_run import Protocol
+from retrieval.evaluation.evaluate_run import Protocol, text_sides
 from retrieval.evaluation.evaluation import evaluate, resolve_metrics
 from retrieval.evaluation.intervals import difference_over_classes
 from retrieval.model.checked_parts import CheckedMetric
@@ -263,6 +264,7 @@ def validate(
     warn: Callable[[str], None],
     raw: RawInputs | None = None,
     model: Model | None = None,
+    texts: EncodedTexts | None = None,
 ) -> tuple[dict[str, float], ClassSums]:
     """Return the recipe's metrics, the monitored metric and MAP@R on the validation part.
 
@@ -278,6 +280,8 @@ def validate(
         warn: called with a sentence for each metric that is left out.
         raw: the dataset's decoded images, so that they are not decoded again.
         model: the model to validate; `None` means the run's model.
+        texts: the items' texts. The queries are then the texts of the validation part, and the
+            images of that part the gallery.
     """
     model = model or run.model
     recipe = run.recipe
@@ -301,15 +305,23 @@ def validate(
     for metric in metrics.values():
         if isinstance(metric, CheckedMetric):
             metric.finite = False
-    evaluation = evaluate(
-        codes[np.searchsorted(indices, query)],
-        labels[query],
-        gallery=None if gallery is None else codes[np.searchsorted(indices, gallery)],
-        gallery_labels=None if gallery is None else labels[gallery],
-        metrics=metrics,
-        distance=None if model.combiner is None else model.combiner.compute_mat,
-        **Protocol(run, query, gallery).arguments(query, gallery),
-    )
+    if texts is not None:
+        assert model.text is not None
+        evaluation = evaluate(
+            **text_sides(texts, indices, codes, model.text)["text to image"], metrics=metrics
+        )
+        classes = np.arange(len(evaluation.per_query[Monitor(recipe).name]))
+    else:
+        classes = labels[query]
+        evaluation = evaluate(
+            codes[np.searchsorted(indices, query)],
+            labels[query],
+            gallery=None if gallery is None else codes[np.searchsorted(indices, gallery)],
+            gallery_labels=None if gallery is None else labels[gallery],
+            metrics=metrics,
+            distance=None if model.combiner is None else model.combiner.compute_mat,
+            **Protocol(run, query, gallery).arguments(query, gallery),
+        )
     measured: dict[str, float] = {}
     for name, value in evaluation.values.items():
         if math.isfinite(value):
@@ -318,7 +330,7 @@ def validate(
             warn(f"the metric {name} gave NaN or infinite values, so it was not measured.")
     monitored = evaluation.per_query[Monitor(recipe).name]
     answered = ~np.isnan(monitored)
-    _, classes = np.unique(labels[query][answered], return_inverse=True)
+    _, classes = np.unique(classes[answered], return_inverse=True)
     sums = np.bincount(classes, monitored[answered])
     return measured, (sums.tolist(), np.bincount(classes).tolist())
 

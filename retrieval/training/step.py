@@ -31,6 +31,7 @@ from torch.optim import Optimizer as TorchOptimizer, lr_scheduler
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from retrieval.data.augment import Labels, MixedLabels
+from retrieval.data.texts import TextLabels, codes_of
 from retrieval.errors import DataError, RecipeError, RetrievalError
 from retrieval.host.factory import calling
 from retrieval.model.contracts import TripletIndices
@@ -183,6 +184,8 @@ class Step:
         self.devices: Devices | None = None
         self.statistics: Callable[[], AbstractContextManager[Any]] = nullcontext
         if accelerator.num_processes > 1:
+            if recipe.text is not None:
+                raise RecipeError("[text] trains on one process. Start training without others.")
             self.devices = Devices(accelerator)
             if recipe.train.sync_batch_norm:
                 self.statistics = WholeBatch
@@ -259,16 +262,19 @@ class Step:
 
         Args:
             inputs: this process's share of the batch.
-            labels: one int64 label per item; if images are mixed, two labels and a weight.
+            labels: one int64 label per item; if images are mixed, two labels and a weight; if they
+                have texts, these and which of them are right.
 
         Raises:
             PluginError: a part breaks its contract. For NaN, call `Losses.refuse` on the result.
         """
         self._watched: list[tuple[Tensor, str]] = []
-        features, codes = self._codes(inputs)
+        features, codes = self._in_chunks(self._forward, inputs)
         # losses subtract nearly equal numbers, so they are always computed in float32
         if isinstance(labels, MixedLabels):
             return self._mixed(codes.float(), labels)
+        if isinstance(labels, TextLabels):
+            return self._with_texts(codes.float(), labels)
         if self.rows is not None:
             return self._divided(self.rows, codes.float(), labels)
         batch = self._shared(features.float(), codes.float(), labels)
@@ -400,6 +406,19 @@ class Step:
         value = labels.weight * loss_of_own + (1 - labels.weight) * loss_of_other
         return Losses(self._watch("loss", value), None, {}, self._watched)
 
+    def _with_texts(self, codes: Tensor, labels: TextLabels) -> Losses:
+        """Return the losses of images and their texts."""
+        value = codes.sum() * 0.0
+        # no image of the batch may have a text
+        if len(labels.texts):
+            _, texts = self._in_chunks(self._text_forward, labels.texts)
+            value = self._loss(
+                codes, labels.own, labels.pairs, ref_emb=texts.float(), ref_labels=labels.of_texts
+            )
+        if self.train_table.real_weight:
+            value = value + self.train_table.real_weight * self._loss(codes, labels.classes, None)
+        return Losses(self._weighted(value, None), None, {}, self._watched)
+
     def _synthesize(self, batch: Batch) -> Synthetic | None:
         """Return the generator's samples for a batch; `None` if the phase does not use them."""
         generator = self.objective.generator
@@ -513,13 +532,15 @@ class Step:
             side += [p for p in parameters if p.requires_grad]
         return metric_side, generator_side
 
-    def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _in_chunks(
+        self, forward: Callable[[Tensor], tuple[Tensor, Tensor]], inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return features (B, F) and codes (B, C), in chunks of `[train] chunk` rows if set."""
         chunk = self.train_table.chunk
         if chunk is None or chunk >= len(inputs):
-            return self._forward(inputs)
+            return forward(inputs)
         parts = [
-            in_little_memory(self._forward, self.model, inputs[start : start + chunk])
+            in_little_memory(forward, self.model, inputs[start : start + chunk])
             for start in range(0, len(inputs), chunk)
         ]
         features, codes = zip(*parts, strict=True)
@@ -542,6 +563,14 @@ class Step:
                 codes = model.head(features)
         checked_rows(codes, "The head", (size, -1), inputs.device, "codes")
         return features, codes
+
+    def _text_forward(self, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs as they are, and checked codes (T, C), of tokens or features."""
+        assert self.model.text is not None
+        with self.accelerator.autocast(), calling(self._the("text")):
+            codes = codes_of(self.model.text, texts)
+        checked_rows(codes, self._the("text"), (len(texts), -1), texts.device, "codes")
+        return texts, codes
 
     def _mine(self, codes: Tensor, labels: Tensor, **reference: Tensor) -> TripletIndices:
         """Return the miner's indices in the batch, or against `ref_emb` and `ref_labels`."""
@@ -573,6 +602,8 @@ class Step:
         model.backbone.train("backbone" in trains)
         model.head.train("head" in trains)
         objective.train()
+        if model.text is not None:
+            model.text.train("text" in trains)
         # after head, loss and miner, which may contain the combiner or one of its layers
         if model.combiner is not None:
             model.combiner.train("combiner" in trains)

@@ -21,7 +21,9 @@ from retrieval.base.display_tables import html_table
 from retrieval.base.folder_kinds import StrPath
 from retrieval.base.progress import Progress, showing, shows_progress
 from retrieval.bundle.encoder import Embeddings, Encoder
+from retrieval.bundle.text import checked_texts
 from retrieval.data.encode import encode_images, index_vectors
+from retrieval.data.texts import BATCH as TEXTS, codes_of
 from retrieval.errors import DataError, Interrupted, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.verify_run import verify
@@ -29,7 +31,9 @@ from retrieval.export.export_run import export
 from retrieval.host.processes import exit_if_imported
 from retrieval.host.values import toml_value
 from retrieval.model.contracts import BatchSampler, Combiner, Generator, Learner
+from retrieval.model.model import evaluation_mode
 from retrieval.recipe.read import Recipe, naming, read_recipe
+from retrieval.run.build import code_size
 from retrieval.run.folder import objects_of
 from retrieval.run.open import ItemCodes, Run as OpenedRun
 from retrieval.run.resume import read_given
@@ -77,6 +81,21 @@ class Run(OpenedRun, Encoder):
                 codes = ItemCodes(self, torch.device("cpu"))(self._items(images))
             return index_vectors(self.model, codes)
         return encode_images(self.model, images, batch_size, progress)
+
+    def encode_text(self, texts: Sequence[str]) -> Embeddings:
+        """Return the embeddings (N, D) of N texts; see `Encoder.encode_text`."""
+        part = self.model.text
+        if part is None:
+            return super().encode_text(texts)
+        listed = checked_texts(texts)
+        codes = []
+        with evaluation_mode(part), torch.inference_mode():
+            for start in range(0, len(listed), TEXTS):
+                tokens = part.tokens(listed[start : start + TEXTS]).to(self.model.device)
+                codes.append(codes_of(part, tokens).float().cpu())
+        if not codes:
+            return np.empty((0, code_size(self.model)), np.float32)
+        return torch.cat(codes).numpy()
 
     def labels(self, side: str = "test") -> NDArray[np.str_]:
         """Return the labels (N,) of a side's items: "train", "validation", "test" or "gallery".

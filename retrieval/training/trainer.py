@@ -28,6 +28,7 @@ from retrieval.data.datasets import Dataset
 from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
+from retrieval.data.texts import EncodedTexts
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.evaluation.evaluate_run import refuse_unanswerable
 from retrieval.host.values import shown
@@ -46,7 +47,7 @@ from retrieval.run.folder import (
     refuse_taken,
 )
 from retrieval.run.lora import merge, without_additions
-from retrieval.run.open import Run, begin_folder, build_run
+from retrieval.run.open import Run, begin_folder, build_run, texts_of
 from retrieval.run.resume import ClassSums, Position, ResumePoint
 from retrieval.training.build_optimizers import Average
 from retrieval.training.check import look_ahead
@@ -101,6 +102,9 @@ class Trainer:
         place(run, self.objective, accelerator.device)
         self.monitor = Monitor(self.recipe)
         self._source: tuple[bool, Dataset, RawInputs] | None = None
+        self.texts: EncodedTexts | None = None
+        if run.model.text is not None:
+            self.texts = texts_of(run)
         self.progress = progress or Position()
         self.validates = len(run.splits.validation) > 0
         self._stop = threading.Event()
@@ -159,6 +163,7 @@ class Trainer:
             seed=recipe.seed,
             workers=recipe.train.workers,
             raw=self.raw,
+            texts=self.texts,
         )
         self.step = Step(
             run.model,
@@ -253,6 +258,7 @@ class Trainer:
             lambda line: warn(f"in epoch {epoch}, {line}"),
             self.raw,
             self.average.model,
+            self.texts,
         )
 
     def _validate_start(self) -> None:
