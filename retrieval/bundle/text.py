@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Sequence
+from base64 import b64decode
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from retrieval.errors import BundleError, DataError
 
 MAX_CHARACTERS = 10_000
 """Longest text, in characters. An encoder reads the first few hundred tokens at most."""
+_MAX_GROWTH = 1000
+"""Largest factor by which a tokenizer may lengthen a text, which bounds its memory."""
 
 
 def checked_texts(texts: Sequence[str], name: str = "texts") -> list[str]:
@@ -53,7 +58,8 @@ class Tokenizer:
         length: largest number of tokens of a text that the encoder takes.
 
     Raises:
-        BundleError: the file is not a tokenizer, or does not cut texts to `length` tokens.
+        BundleError: the file is not a tokenizer, does not cut texts to `length` tokens, does
+            not pad them, or could lengthen them a thousandfold.
     """
 
     def __init__(self, path: Path, content: bytes, length: int) -> None:
@@ -63,12 +69,13 @@ class Tokenizer:
         # Bundles without texts need no such package.
         import tokenizers
 
-        try:
-            self._loaded: Any = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as fault:  # the package raises its errors as plain `Exception`
-            raise BundleError(f"{path} is not a tokenizer: {str(fault)[:200]}.") from None
+        load = tokenizers.Tokenizer.from_buffer
+        self._loaded: Any = _called(f"{path} is not a tokenizer", load, content)
         self.path = path
         self.length = length
+        normalizer = self._loaded.normalizer
+        if normalizer is not None and _growth(json.loads(normalizer.__getstate__())) > _MAX_GROWTH:
+            raise BundleError(f"{path} is refused: it could lengthen a text a thousandfold.")
         truncation = self._loaded.truncation
         if truncation is None or truncation["max_length"] > length:
             raise BundleError(
@@ -87,9 +94,10 @@ class Tokenizer:
 
         Raises:
             DataError: a text has no token.
-            BundleError: the tokenizer pads texts to more than `length` tokens.
+            BundleError: the tokenizer fails, or pads texts to more than `length` tokens.
         """
-        encodings = self._loaded.encode_batch_fast(list(texts))
+        encode = self._loaded.encode_batch_fast
+        encodings = _called(f"{self.path} fails", encode, list(texts))
         ids = np.array([encoding.ids for encoding in encodings], np.int64)
         mask = np.array([encoding.attention_mask for encoding in encodings], np.int64)
         if ids.shape[1] > self.length:
@@ -101,3 +109,35 @@ class Tokenizer:
             if not tokens:
                 raise DataError(f"The model knows no word or sign of the text {text[:80]!r}.")
         return {"ids": ids, "mask": mask}
+
+
+def _called(sentence: str, call: Callable[[Any], Any], argument: Any) -> Any:
+    """Call a function of `tokenizers`; raise its error as a `BundleError`."""
+    try:
+        return call(argument)
+    except KeyboardInterrupt:
+        raise
+    # Panics of Rust, as of a regular expression that goes back too often, are no `Exception`.
+    except BaseException as fault:
+        raise BundleError(f"{sentence}: {str(fault)[:200]}.") from None
+
+
+def _growth(normalizer: Any) -> int:
+    """Return how many times longer a normalizer of a `tokenizer.json` can make a text.
+
+    Unicode's normal forms, which make a character 18 at most, are not counted.
+    """
+    match normalizer["type"]:
+        case "Sequence":
+            return math.prod(map(_growth, normalizer["normalizers"]))
+        case "Replace":
+            # A pattern may also match between two characters.
+            return 1 + len(normalizer["content"])
+        case "Prepend":
+            return 1 + len(normalizer["prepend"])
+        case "Precompiled":
+            # After the size of a trie and the trie itself: what replaces characters, each with NUL.
+            table = b64decode(normalizer["precompiled_charsmap"])
+            start = 4 + int.from_bytes(table[:4], "little")
+            return max(map(len, table[start:].split(b"\0")))
+    return 1

@@ -204,6 +204,11 @@ def add_text(path: Path, length: int = 12, fixed: int | None = None) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=fixed)
+    return put_text(path, tokenizer, words)
+
+
+def put_text(path: Path, tokenizer, words: NDArray[np.float32]) -> Path:
+    """Give a bundle this tokenizer and a text encoder: the mean of the vectors of its tokens."""
     tokenizer.save(str(path / "tokenizer.json"))
     nodes = [
         helper.make_node("Gather", ["words", "ids"], ["vectors"]),
@@ -221,7 +226,7 @@ def add_text(path: Path, length: int = 12, fixed: int | None = None) -> Path:
     output = helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["N", words.shape[1]])
     save_graph(path / "text.onnx", nodes, ends, [output], constants)
     verified = Verified(tolerance=1e-4, largest_difference=0.0, items=1)
-    entry = TextEntry(length=length, verified=verified)
+    entry = TextEntry(length=tokenizer.truncation["max_length"], verified=verified)
     write_manifest(path, read_manifest(path).model_copy(update={"text": entry}))
     entry = entry.model_copy(update={"probe": text_probe_of(Bundle.open(path, threads=1))})
     write_manifest(path, read_manifest(path).model_copy(update={"text": entry}))

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pickle
+from base64 import b64encode
 
 import numpy as np
 import onnx
@@ -146,6 +147,18 @@ def rewritten(path, change):
     write_manifest(path, read_manifest(path))
 
 
+def grows(times):
+    """A normalizer that replaces each a by nine, several times."""
+    nine = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 9}
+    return {"type": "Sequence", "normalizers": [nine] * times}
+
+
+def table(length):
+    """A table of SentencePiece with an empty trie and one long replacement."""
+    content = (4).to_bytes(4, "little") + bytes(4) + b"a" * length + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": b64encode(content).decode()}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -154,6 +167,8 @@ def rewritten(path, change):
         (lambda file: file.update(padding=None), "must say how texts of a batch are padded"),
         (lambda file: file.update(model={"type": "Nothing"}), "is not a tokenizer"),
         (lambda file: file.clear(), "is not a tokenizer"),
+        (lambda file: file.update(normalizer=grows(4)), "could lengthen a text a thousandfold"),
+        (lambda file: file.update(normalizer=table(2_000)), "could lengthen a text a thousandfold"),
     ],
 )
 def test_a_tokenizer_that_does_not_cut_or_pad_is_refused(path, change, says):
@@ -170,6 +185,22 @@ def test_a_tokenizer_that_pads_beyond_the_length_is_refused(path):
     rewritten(path, lambda file: file["padding"].update(pad_to_multiple_of=100))
     with pytest.raises(BundleError, match="pads texts to 100 tokens"):
         opened(path).encode_text("one")
+
+
+def test_a_tokenizer_that_lengthens_texts_a_little_is_used(path):
+    rewritten(path, lambda file: file.update(normalizer=grows(2)))
+    assert opened(path).encode_text("one").vector.any()
+
+
+def test_a_tokenizer_that_fails_for_a_text_is_an_error(path):
+    # A regular expression that goes back exponentially; its library gives up, by a panic of Rust.
+    pattern = {"Regex": "(a+)+$"}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    rewritten(path, lambda file: file.update(pre_tokenizer=split))
+    bundle = opened(path)
+    assert bundle.encode_text("one").vector.any()
+    with pytest.raises(BundleError, match=r"tokenizer\.json fails: .*retry-limit"):
+        bundle.encode_text("a" * 40 + "b")
 
 
 def test_a_text_without_a_token_is_a_sentence(path):
