@@ -14,12 +14,16 @@ from retrieval.helpers import first_row, item_losses, losses_of, reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.upstream_factories import (
-    FIXED,
-    cosines_within,
-    label_masks,
-    offer,
+from retrieval_pml.pair_sums import (
+    Pairs,
+    against_others,
+    column_of_anchors,
+    labelled_pairs,
+    listed_pairs,
+    log_sums,
+    scaled,
 )
+from retrieval_pml.upstream_factories import FIXED, cosines_within, offer
 
 
 class _ListedPairs(GenericPairLoss):
@@ -36,24 +40,37 @@ class _ListedPairs(GenericPairLoss):
         return self.loss_method(self.distance(embeddings, ref_emb), pairs)
 
 
-class _MaskedPairs(GenericPairLoss):
-    """Passes pairs to pytorch-metric-learning's formula as masks, without listing all pairs.
+class _PairSums(GenericPairLoss):
+    """A loss of `against_others`: positive pairs, and sums over the negatives of each anchor.
 
     A batch with a single pair has a loss; pytorch-metric-learning returns 0.
     """
 
     rows_by_labels = True
+    repeated = False
+    """Whether a pair that a miner lists several times counts as often."""
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
         """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
         mat = self.distance(embeddings, ref_emb)
-        if indices_tuple is not None:
-            pairs = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-            return self.mat_based_loss(mat, pairs)
-        positive, negative = label_masks(labels, ref_labels)
-        return self._compute_loss(mat, positive.to(mat.dtype), negative.to(mat.dtype))
+        if indices_tuple is None:
+            pairs = labelled_pairs(labels, ref_labels, column_of_anchors(labels, ref_labels))
+        else:
+            indices = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
+            pairs = listed_pairs(mat, indices, self.repeated)
+        return self.loss_of(mat, pairs, ref_emb is embeddings)
+
+    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+        """Return the losses by name, from distances (N, M), which may be those within a batch."""
+        raise NotImplementedError
+
+    def nearness(self, factor: float) -> float:
+        """Return a factor of similarities, or its negative for distances."""
+        if self.distance.is_inverted:
+            return factor
+        return -factor
 
 
 class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
@@ -137,7 +154,7 @@ class ThresholdConsistentMarginLoss(losses.ThresholdConsistentMarginLoss):
         return reduced_loss(self.lambda_plus * plus + self.lambda_minus * minus)
 
 
-class LiftedStructureLoss(losses.LiftedStructureLoss):
+class LiftedStructureLoss(_PairSums, losses.LiftedStructureLoss):
     """Lifted structure loss: each positive pair against all negatives of both its items.
 
     Oh Song, Xiang, Jegelka & Savarese, Deep Metric Learning via Lifted Structured Feature
@@ -152,36 +169,23 @@ class LiftedStructureLoss(losses.LiftedStructureLoss):
         reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
-    def compute_loss(
-        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
-    ) -> Any:
-        """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
-        a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-        if len(a1) == 0 or len(a2) == 0:
+    repeated = True
+
+    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+        """Return the losses of the positive pairs."""
+        if len(pairs.anchors) == 0 or not pairs.any_negative:
             return self.zero_losses()
-        mat = self.distance(embeddings, ref_emb)
-        push = _log_sums(self.distance.margin(self.neg_margin, mat[a2, n]), a2, len(embeddings))
-        if ref_emb is not embeddings:
-            around = push[a1]
-        else:
-            around = torch.logaddexp(push[a1], push[p])
-        loss = F.relu(around + self.distance.margin(mat[a1, p], self.pos_margin)) ** 2 / 2
-        return losses_of(loss, (a1, p), "pos_pair")
+        nearness = self.nearness(1)
+        push, values = against_others(mat, scaled(nearness), pairs)
+        around = push[pairs.anchors]
+        if same_items:
+            around = torch.logaddexp(around, push[pairs.positives])
+        pull = self.distance.margin(values, self.pos_margin)
+        loss = F.relu(around - nearness * self.neg_margin + pull) ** 2 / 2
+        return losses_of(loss, (pairs.anchors, pairs.positives), "pos_pair")
 
 
-def _log_sums(values: Tensor, segment: Tensor, segments: int) -> Tensor:
-    """Return log Σ exp of the values of each segment; the lowest number for an empty segment."""
-    lowest = torch.finfo(values.dtype).min
-    # The largest value cancels out of the result, so it needs no gradient. With −∞ in place of
-    # the lowest number, `logaddexp` of two empty segments would have a NaN gradient.
-    top = values.new_full((segments,), lowest).scatter_reduce(0, segment, values.detach(), "amax")
-    total = values.new_zeros(segments).index_add(0, segment, torch.exp(values - top[segment]))
-    empty = total == 0
-    # log(0) has an infinite gradient, which `where` turns into NaN even where it is not chosen.
-    return torch.where(empty, lowest, top + torch.log(total.masked_fill(empty, 1)))
-
-
-class GeneralizedLiftedStructureLoss(_MaskedPairs, losses.GeneralizedLiftedStructureLoss):
+class GeneralizedLiftedStructureLoss(_PairSums, losses.GeneralizedLiftedStructureLoss):
     """Generalised lifted loss: all positives of an anchor against all its negatives at once.
 
     Hermans, Beyer & Leibe, In Defense of the Triplet Loss for Person Re-Identification, 2017,
@@ -193,15 +197,16 @@ class GeneralizedLiftedStructureLoss(_MaskedPairs, losses.GeneralizedLiftedStruc
         reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
-    def _compute_loss(self, mat: Tensor, pos_mask: Tensor, neg_mask: Tensor) -> Any:
-        parts = super()._compute_loss(mat, pos_mask, neg_mask)
-        # The logarithm of an empty sum is −∞, which pytorch-metric-learning replaces with 0.
-        both = pos_mask.bool().any(1, keepdim=True) & neg_mask.bool().any(1, keepdim=True)
-        parts["loss"]["losses"] = parts["loss"]["losses"].masked_fill(~both, 0)
-        return parts
+    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+        """Return the anchors' losses."""
+        nearness = self.nearness(1)
+        push, values = against_others(mat, scaled(nearness), pairs)
+        pull = log_sums(self.distance.margin(values, self.pos_margin), pairs.anchors, len(mat))
+        # Without positives or negatives, the sum is close to the lowest number.
+        return item_losses(F.relu(push - nearness * self.neg_margin + pull))
 
 
-class MultiSimilarityLoss(_MaskedPairs, losses.MultiSimilarityLoss):
+class MultiSimilarityLoss(_PairSums, losses.MultiSimilarityLoss):
     """Multi-similarity loss: soft maxima of an anchor's positives and of its negatives.
 
     Wang, Han, Huang, Dong & Scott, Multi-Similarity Loss with General Pair Weighting for Deep
@@ -215,8 +220,17 @@ class MultiSimilarityLoss(_MaskedPairs, losses.MultiSimilarityLoss):
         reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
+    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+        """Return the anchors' losses."""
+        alpha = self.nearness(self.alpha)
+        beta = self.nearness(self.beta)
+        push, values = against_others(mat, scaled(beta), pairs)
+        pull = log_sums(-alpha * (values - self.base), pairs.anchors, len(mat))
+        push = F.softplus(push - beta * self.base) / self.beta
+        return item_losses(F.softplus(pull) / self.alpha + push)
 
-class CircleLoss(_MaskedPairs, losses.CircleLoss):
+
+class CircleLoss(_PairSums, losses.CircleLoss):
     """Circle loss: a similarity is weighted by its difference from the optimum.
 
     Sun et al., Circle Loss: A Unified Perspective of Pair Similarity Optimization, CVPR 2020. The
@@ -229,8 +243,21 @@ class CircleLoss(_MaskedPairs, losses.CircleLoss):
         reducer: reduces the anchors' losses to one number; by default the mean of those above 0.
     """
 
+    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+        """Return the anchors' losses."""
+        push, values = against_others(mat, self._exponents, pairs)
+        weights = self.gamma * F.relu(self.op - values.detach())
+        pull = log_sums(weights * (self.delta_p - values), pairs.anchors, len(mat))
+        # Without positives or negatives, the sum is close to the lowest number.
+        return item_losses(F.softplus(pull + push))
 
-class SupConLoss(_MaskedPairs, losses.SupConLoss):
+    def _exponents(self, cosines: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the exponents of negative pairs and their derivative, with constant weights."""
+        weights = (cosines.detach() - self.on).relu_().mul_(self.gamma)
+        return (cosines - self.delta_n).mul_(weights), weights
+
+
+class SupConLoss(_PairSums, losses.SupConLoss):
     """Supervised contrastive loss: the mean log-probability of an anchor's positives.
 
     Khosla et al., Supervised Contrastive Learning, NeurIPS 2020, equation 2 (the sum outside the
@@ -244,40 +271,44 @@ class SupConLoss(_MaskedPairs, losses.SupConLoss):
 
     rows_mined = False
 
-    def _compute_loss(self, mat: Tensor, pos_mask: Tensor, neg_mask: Tensor) -> Any:
-        if first_row() is not None and not bool(pos_mask.any()):
-            # Zeros that keep a gradient: other rows of the batch may have positives.
-            return item_losses(mat.sum(1) * 0)
-        return super()._compute_loss(mat, pos_mask, neg_mask)
+    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+        """Return the anchors' losses."""
+        # If other rows of the batch have positives, a mean over anchors counts these rows too.
+        if not pairs.any_negative or (len(pairs.anchors) == 0 and first_row() is None):
+            return self.zero_losses()
+        scale = self.nearness(1 / self.temperature)
+        push, values = against_others(mat, scaled(scale), pairs)
+        logits = scale * values
+        total = torch.logaddexp(push, log_sums(logits, pairs.anchors, len(mat)))
+        count = torch.bincount(pairs.anchors, minlength=len(mat))
+        mean = torch.zeros_like(push).index_add(0, pairs.anchors, logits) / count.clamp(min=1)
+        return item_losses((total - mean) * (count > 0))
 
 
-class _AgainstNegatives(_ListedPairs):
+class _AgainstNegatives(_PairSums):
     """A positive pair against all negatives of its anchor: log(1 + Σ exp(pushed − pulled)).
 
     pytorch-metric-learning compares every positive pair with every negative pair. Its NT-Xent adds
     the smallest number to the argument of the logarithm, so its losses are at most 87.
     """
 
-    def _compute_loss(self, pos_pairs: Any, neg_pairs: Any, indices_tuple: Any) -> Any:
-        a1, p, a2, _ = indices_tuple
-        if len(a1) == 0 or (len(a2) == 0 and first_row() is None):
-            return self.zero_losses()
+    repeated = True
+
+    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+        """Return the losses of the positive pairs."""
         # If other rows of the batch have negatives, a mean over pairs counts these pairs too.
-        if len(a2) == 0:
-            neg_pairs = pos_pairs[:0]
-        # Upstream passes no embeddings here, so the indices tell how many anchors there are.
-        anchors = int(torch.cat([a1, a2]).max()) + 1
-        pushed = _log_sums(self.pushed(neg_pairs), a2, anchors)[a1]
-        loss = F.softplus(pushed - self.pulled(pos_pairs))
-        return losses_of(loss, (a1, p), "pos_pair")
+        if len(pairs.anchors) == 0 or (not pairs.any_negative and first_row() is None):
+            return self.zero_losses()
+        push, values = against_others(mat, scaled(self.factor), pairs)
+        loss = F.softplus(push[pairs.anchors] - self.pulled(values))
+        return losses_of(loss, (pairs.anchors, pairs.positives), "pos_pair")
 
 
 class NTXentLoss(_AgainstNegatives, losses.NTXentLoss):
     """NT-Xent (InfoNCE): softmax of each positive pair against its anchor's negatives.
 
     Sohn, NIPS 2016; van den Oord, Li & Vinyals, 2018; Chen et al., SimCLR, ICML 2020. The memory
-    grows with the number of pairs; pytorch-metric-learning compares all positive with all negative
-    pairs.
+    grows with N²; pytorch-metric-learning compares all positive with all negative pairs.
 
     Args:
         temperature: number by which similarities are divided.
@@ -285,16 +316,14 @@ class NTXentLoss(_AgainstNegatives, losses.NTXentLoss):
         reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
-    def pushed(self, values: Tensor) -> Tensor:
-        """Return the exponents (P,) of pairs with these distances or similarities."""
-        if self.distance.is_inverted:
-            sign = 1
-        else:
-            sign = -1
-        exponents: Tensor = values * (sign / self.temperature)
-        return exponents
+    @property
+    def factor(self) -> float:
+        """Factor of the exponents."""
+        return self.nearness(1 / self.temperature)
 
-    pulled = pushed
+    def pulled(self, values: Tensor) -> Tensor:
+        """Return the exponents (P,) of positive pairs."""
+        return self.factor * values
 
 
 class TupletMarginLoss(_AgainstNegatives, losses.TupletMarginLoss):
@@ -311,9 +340,10 @@ class TupletMarginLoss(_AgainstNegatives, losses.TupletMarginLoss):
         reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
-    def pushed(self, cosines: Tensor) -> Tensor:
-        """Return the exponents (P,) of negative pairs."""
-        return self.scale * cosines  # type: ignore[no-any-return]
+    @property
+    def factor(self) -> float:
+        """Factor of the exponents of negative pairs."""
+        return self.scale  # type: ignore[no-any-return]
 
     def pulled(self, cosines: Tensor) -> Tensor:
         """Return the exponents (P,) of positive pairs."""

@@ -12,12 +12,10 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import loss_and_miner_utils
 from retrieval.helpers import item_losses, losses_of, reduced_loss
 from torch import Tensor
+from torch.nn import functional as F
 
-from retrieval_pml.upstream_factories import (
-    FIXED,
-    Share,
-    offer,
-)
+from retrieval_pml.pair_sums import against_others, labelled_pairs, log_sums, scaled
+from retrieval_pml.upstream_factories import FIXED, Share, offer
 
 
 class SmoothAPLoss(losses.SmoothAPLoss):
@@ -163,10 +161,10 @@ class InstanceLoss(losses.InstanceLoss):
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
         """Return the items' losses, in the format of pytorch-metric-learning's reducers."""
-        logits = self.distance(embeddings) * self.gamma
-        same = labels.unsqueeze(1) == labels.unsqueeze(0)
-        same_logits = logits.masked_fill(~same, -torch.inf)
-        return item_losses(torch.logsumexp(logits, 1) - torch.logsumexp(same_logits, 1))
+        pairs = labelled_pairs(labels, labels, itself=None)
+        push, values = against_others(self.distance(embeddings), scaled(self.gamma), pairs)
+        pull = log_sums(self.gamma * values, pairs.anchors, len(labels))
+        return item_losses(F.softplus(push - pull))
 
 
 class NCALoss(losses.NCALoss):
@@ -199,20 +197,15 @@ class NCALoss(losses.NCALoss):
             scale = self.softmax_scale
         else:
             scale = -self.softmax_scale
-        logits = self.distance(query, reference) * scale
-        same = query_labels.unsqueeze(1) == reference_labels.unsqueeze(0)
-        if same_items:
-            itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
-            logits = logits.masked_fill(itself, -torch.inf)
-            # An item is not its own neighbour.
-            same = same & ~itself
-        kept = torch.where(same.any(1))[0]
-        if len(kept) == 0:
+        # An item is not its own neighbour.
+        itself = 0 if same_items else None
+        pairs = labelled_pairs(query_labels, reference_labels, itself)
+        if len(pairs.anchors) == 0:
             return self.zero_losses()
-        logits = logits[kept]
-        same = same[kept]
-        neighbours = torch.logsumexp(logits.masked_fill(~same, -torch.inf), 1)
-        loss = torch.logsumexp(logits, 1) - neighbours
+        push, values = against_others(self.distance(query, reference), scaled(scale), pairs)
+        neighbours = log_sums(scale * values, pairs.anchors, len(query))
+        kept = torch.unique(pairs.anchors)
+        loss = F.softplus((push - neighbours)[kept])
         return losses_of(loss * weights[kept], kept, "element")
 
 

@@ -1,0 +1,102 @@
+"""The kernel of the losses of pairs against plain loops, with its first and second derivatives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retrieval_pml.pair_losses import CircleLoss
+from retrieval_pml.pair_sums import Pairs, against_others, labelled_pairs, listed_pairs, scaled
+
+LABELS = torch.tensor([0, 1, 0, 2, 1, 0, 2, 3])  # unsorted, unequal, one class of one item
+REFERENCE_LABELS = torch.tensor([1, 0, 2, 0, 3, 1])
+MINED = tuple(torch.tensor(x) for x in ([0, 0, 4], [2, 2, 1], [0, 0, 0, 4], [1, 1, 3, 0]))
+LOWEST = torch.finfo(torch.float64).min
+
+
+def matrix(rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows * columns)
+    return torch.rand(rows, columns, generator=generator, dtype=torch.float64) * 2 - 1
+
+
+@pytest.mark.parametrize("start", [None, 0, 3])
+def test_pairs_of_labels_are_those_of_a_loop(start):
+    anchors = LABELS if start is None else LABELS[start : start + 4]
+    references = REFERENCE_LABELS if start is None else LABELS
+    pairs = labelled_pairs(anchors, references, start)
+    expected = [
+        (i, j)
+        for i in range(len(anchors))
+        for j in range(len(references))
+        if anchors[i] == references[j] and (start is None or j != start + i)
+    ]
+    assert pairs.anchors.tolist() == [i for i, _ in expected]
+    assert pairs.positives.tolist() == [j for _, j in expected]
+    assert pairs.any_negative
+    assert not labelled_pairs(anchors * 0, references * 0, start).any_negative
+
+
+def negatives(kind: str) -> list[list[int]]:
+    """Return the negatives of each anchor, as often as they count."""
+    if kind == "labels":
+        return [[j for j in range(8) if LABELS[i] != LABELS[j]] for i in range(8)]
+    listed: list[list[int]] = [[] for _ in range(8)]
+    for i, j in zip(MINED[2].tolist(), MINED[3].tolist(), strict=True):
+        if kind == "repeated" or j not in listed[i]:
+            listed[i].append(j)
+    return listed
+
+
+def pairs_of(kind: str, mat: Tensor) -> Pairs:
+    if kind == "labels":
+        return labelled_pairs(LABELS, LABELS, 0)
+    return listed_pairs(mat, MINED, repeated=kind == "repeated")
+
+
+CIRCLE: Any = CircleLoss()._exponents
+
+
+@pytest.mark.parametrize("exponents", ["scaled", "circle"])
+@pytest.mark.parametrize("kind", ["labels", "listed", "repeated"])
+def test_sums_values_and_derivatives(kind, exponents):
+    mat = matrix(8, 8).requires_grad_()
+    pairs = pairs_of(kind, mat.detach())
+    function = scaled(-7.0) if exponents == "scaled" else CIRCLE
+
+    def call(entries: Tensor) -> tuple[Tensor, Tensor]:
+        return against_others(entries, function, pairs)
+
+    sums, values = call(mat)
+    for i, others in enumerate(negatives(kind)):
+        powers = function(mat.detach())[0][i, others].tolist()
+        expected = math.log(sum(map(math.exp, powers))) if others else LOWEST
+        assert sums[i].item() == pytest.approx(expected, rel=1e-12)
+    assert len(pairs.anchors) == {"labels": 10, "listed": 2, "repeated": 3}[kind]
+    assert torch.equal(values, mat[pairs.anchors, pairs.positives])
+    kept = torch.tensor([bool(others) for others in negatives(kind)])
+    if exponents == "scaled":
+        # The circle loss defines its weights as constants, which finite differences do not.
+        assert torch.autograd.gradcheck(lambda x: (call(x)[0][kept], call(x)[1]), mat)
+        assert torch.autograd.gradgradcheck(lambda x: (call(x)[0][kept], call(x)[1]), mat)
+        return
+    powers, slopes = CIRCLE(mat)
+    plain = torch.zeros_like(powers)
+    for i, others in enumerate(negatives(kind)):
+        plain[i, others] = torch.softmax(powers[i, others], 0) * slopes[i, others]
+    if kind != "repeated":
+        (actual,) = torch.autograd.grad(sums[kept].sum(), mat)
+        torch.testing.assert_close(actual, plain)
+
+
+def test_large_exponents_and_anchors_without_negatives_are_finite():
+    mat = matrix(8, 8).float().requires_grad_()
+    sums, _ = against_others(mat, scaled(1e4), labelled_pairs(LABELS * 0, LABELS, None))
+    # No reference has another label than the anchors of label 0 only if all have label 0.
+    none, _ = against_others(mat, scaled(1e4), labelled_pairs(LABELS * 0, LABELS * 0, 0))
+    assert sums.isfinite().all() and (none == torch.finfo(torch.float32).min).all()
+    (gradient,) = torch.autograd.grad(sums.sum() + none.sum(), mat)
+    assert gradient.isfinite().all() and gradient.sum(1).tolist() == pytest.approx([1e4] * 8)
