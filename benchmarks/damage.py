@@ -49,6 +49,7 @@ def make(folder: Path) -> tuple[living.State, list[Bundle]]:
     calls: list[living.Call] = [
         added(range(150), 31),
         {"call": "compact"},
+        {"call": "words"},
         {"call": "begin", "bundle": 1, "number": 2},
         {"call": "embed", "number": 2, "pending": [""] * 70, "left_out": []},
         added(range(120, 200), 17),
@@ -162,7 +163,7 @@ def render(raw: living.Row) -> str:
 
         {raw["cases"]:,} times one file of a living index, whose writer had been killed, was changed
         or cut off. The index was then opened and compared with a model in memory: ids, labels,
-        metadata, arrays, originals, counts, generations, filters and neighbours.
+        metadata, arrays, originals, counts, generations, filters, neighbours and words.
 
         **Silently wrong answers: {totals["silent"]}. Crashes: {totals["crash"]}.** Refused with a
         sentence: {totals["refused"]:,}. Right answers only, because the damaged part is unused or

@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from retrieval.bundle.bundle import Bundle
-from retrieval.store import record, search_structure, upkeep
+from retrieval.store import record, search_structure, upkeep, words
 from retrieval.store.contract import Generation, Item, widths_of
 from retrieval.store.filters import as_filter
 from retrieval.store.local import LocalStore
@@ -39,7 +39,7 @@ from scaled_bundle import make_bundle
 WIDTH, BUNDLES, FLUSH, LEAST, IDS = 8, 3, 32, 48, 400
 WEIGHTS = {"upsert": 8, "large": 3, "delete": 3, "where": 1, "tend": 3, "compact": 1.5}
 WEIGHTS |= {"snapshot": 1.5, "begin": 2, "embed": 5, "switch": 3, "drop": 1, "restructure": 1}
-WEIGHTS |= {"reopen": 1}
+WEIGHTS |= {"reopen": 1, "words": 1}
 """How often each call is drawn."""
 Call = dict[str, Any]
 Row = dict[str, Any]
@@ -52,12 +52,14 @@ class State:
     Attributes:
         items: the version of each item by id. Id and version determine everything else of an item.
         generations: by number: the bundle, the ids left out with their versions, and the state.
+        words: whether the index keeps the words of its items.
     """
 
     items: dict[str, int] = field(default_factory=dict)
     generations: dict[int, tuple[int, dict[str, int], str]] = field(
         default_factory=lambda: {1: (0, {}, "served")}
     )
+    words: bool = False
 
     def after(self, call: Call) -> State:
         """Return the state after a call."""
@@ -79,7 +81,7 @@ class State:
             all_[call["number"]] = (*all_[call["number"]][:2], "served")
         elif name == "drop":
             del all_[call["number"]]
-        return State(items, all_)
+        return State(items, all_, self.words or name == "words")
 
     @property
     def served(self) -> int:
@@ -115,6 +117,7 @@ def frequent_upkeep() -> None:
     upkeep._MIN_DEAD_ROWS = FLUSH
     search_structure.MIN_ROWS = LEAST
     record._CHECKPOINT_PAGES = 40
+    words._READ_AT_ONCE = 20
 
 
 class Writer:
@@ -217,6 +220,8 @@ class Writer:
             store.upkeep.step()
         elif name == "compact":
             store.compact()
+        elif name == "words":
+            store.keep_words()
         elif name == "snapshot":
             store.snapshot(self.folder.parent / call["name"])
         elif name == "begin":
@@ -314,6 +319,10 @@ def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: in
             wrong.append(f"{id}: its original")
     if store.count() != len(expected):
         wrong.append("count")
+    if store.keeps_words() != state.words:
+        wrong.append("whether it keeps words")
+    elif state.words:
+        wrong += _words(store, expected)
     ids = [id for id in sorted(expected) if left_out.get(id) != state.items[id]]
     embedded = [expected[id] for id in ids]
     return wrong + _searches(store, embedded, expected, bundles[bundle].sha256, seed)
@@ -341,6 +350,25 @@ def _searches(
             order = np.argsort(((vectors - query) ** 2).sum(1))[:10]
             if differ := {item.id for item in answer} ^ {chosen[row].id for row in order}:
                 wrong.append(f"neighbours with price {price}: {len(differ)} differ")
+    return wrong
+
+
+def _words(store: LocalStore, all_: dict[str, Item]) -> list[str]:
+    """Compare the items that have a word, with and without a filter."""
+    with store.record.reading() as connection:
+        faults = words.count_faults(connection)
+    wrong = [f"words of {faults} items"] if faults else []
+    for word in ("0", "3", "7") if all_ else ():
+        having = {
+            id: item
+            for id, item in all_.items()
+            if word in (item.label, *map(str, item.metadata.values()))
+        }
+        cheap = {id for id, item in having.items() if item.metadata["price"] < 4}
+        for filter, right in ((None, set(having)), (as_filter("price < 4"), cheap)):
+            ids = {id for id, _ in store.search_words(word, len(all_), filter=filter)}
+            if ids != right:
+                wrong.append(f"items with the word {word}: {len(ids ^ right)} differ")
     return wrong
 
 
