@@ -61,10 +61,13 @@ function card(item, place) {
 
 function measures(hit) {
   const both = element("p", "measures");
-  const distance = element("span", "distance", hit.distance.toFixed(4));
-  distance.title = "Distance: smaller is closer";
-  both.append(distance);
-  if (typeof hit.score === "number") {
+  if (hit.distance !== null) {
+    const distance = element("span", "distance", hit.distance.toFixed(4));
+    distance.title = "Distance: smaller is closer";
+    both.append(distance);
+  }
+  // The score of a text's hit is no share: it only orders the hits.
+  if (typeof hit.score === "number" && !last?.text) {
     const score = element("span", "score", `${(100 * hit.score).toFixed(1)} %`);
     score.title = "Of things that the index does not have, this share comes less near";
     both.append(score);
@@ -196,7 +199,7 @@ async function open() {
   document.body.classList.toggle("markable", !about.rescores);
   byId("about").textContent = `${about.name}: ${about.items.toLocaleString("en")} items, ${about.distance} distance`;
   document.title = `Image search: ${about.name}`;
-  byId("words").hidden = !abouts.some(({ text }) => text);
+  byId("words").hidden = !abouts.some(({ text, words }) => text || words);
   const vectors = about.input.kind === "features";
   byId("drop").hidden = vectors;
   byId("numbers").hidden = !vectors;

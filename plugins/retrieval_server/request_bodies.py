@@ -137,6 +137,9 @@ class Options(JsonBody):
     offset: Annotated[
         int, Field(ge=0, le=MAX_OFFSET, description="a whole number from 0 to 10000")
     ] = 0
+    words: Annotated[
+        float | None, Field(ge=0, le=1, description="a number from 0 to 1, beside a text")
+    ] = None
     diversity: Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")] = 0.0
     facets: Annotated[
         List[str] | None, Field(max_length=10, description="a list of at most 10 fields")
@@ -431,6 +434,7 @@ _FROM_TEXT: Mapping[str, Callable[[str], Any]] = {
     "max_distance": _decimal,
     "offset": _number,
     "diversity": _decimal,
+    "words": _decimal,
     "facets": _names,
     "scores": truth,
     "like": _ids,
@@ -556,7 +560,11 @@ def _query(
         chosen[name] = tuple(map(questions.Id, chosen.get(name, ())))
     try:
         question = questions.query_of(
-            options.k, candidates=options.candidates, filter=query.filter, **chosen
+            options.k,
+            text=query.texts,
+            candidates=options.candidates,
+            filter=query.filter,
+            **chosen,
         )
     except DataError as error:
         raise RequestError(400, str(error)) from None

@@ -15,12 +15,12 @@ from retrieval.base.display_tables import html_hits, text_table
 
 @dataclass(frozen=True)
 class Hit:
-    """One search result; a smaller distance is closer."""
+    """One search result; a smaller distance is closer, and null if no vectors were compared."""
 
     id: str
     key: str
     label: str | None
-    distance: float
+    distance: float | None
     metadata: dict[str, Any]
     image_url: str | None
     thumbnail_url: str | None = None
@@ -305,3 +305,4 @@ class IndexAnswer:
     drift: Drift | None = None
     feedback: bool | None = None
     text: bool | None = None
+    words: bool | None = None

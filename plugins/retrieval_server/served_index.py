@@ -32,6 +32,7 @@ from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.images.decoding import Limits
 from retrieval.index.adding import arrays_of, row_of
+from retrieval.index.answering import weight_of_words
 from retrieval.index.change_log import Audit, Change
 from retrieval.index.index import Index
 from retrieval.index.queries_and_hits import encode_vectors
@@ -461,7 +462,11 @@ def _hits(
     if isinstance(options, IdentifyOptions):
         with stage("search", len(ids)):
             return [index.identify(encoded, options.far, without=[id for id in ids if id])]
-    if feedback is not None and (challenger := feedback.challenger_for(bundle, query)):
+    challenger = None
+    # A challenger ranks vectors alone.
+    if feedback is not None and not _weight_of_words(index, query):
+        challenger = feedback.challenger_for(bundle, query)
+    if feedback is not None and challenger is not None:
         with stage("search"):
             interleaved = feedback.explored(index, challenger, encoded, query)
         if interleaved is not None:
@@ -488,8 +493,16 @@ def _queries(index: Index, query: Query, pixels: NDArray[Any] | None) -> Any:
     if query.inputs[0].id is not None:
         return _stored(index, query)
     if query.texts is not None:
+        if _weight_of_words(index, query) == 1:
+            return None
         return _encoded_texts(index.bundle, query.texts)
     return _encoded(index.bundle, query.inputs, pixels)
+
+
+def _weight_of_words(index: Index, query: Query) -> float:
+    """Return the weight of the items' words; see `weight_of_words`."""
+    words = None if query.question is None else query.question.words
+    return weight_of_words(index, query.texts, words)
 
 
 def _answers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
+from math import isnan
 from typing import Any
 
 from retrieval.errors import one_line, printable
@@ -58,7 +59,9 @@ def _head(hits: Sequence[Any]) -> list[str]:
 
 def _row(hit: Any) -> list[str]:
     """Return a hit's cells, each on one line."""
-    cells = [f"{hit.distance:.4f}", hit.label or "", hit.id]
+    # NaN stands for hits whose vectors were not compared.
+    distance = "" if isnan(hit.distance) else f"{hit.distance:.4f}"
+    cells = [distance, hit.label or "", hit.id]
     if hit.score is not None:
         cells.insert(1, f"{hit.score:.4f}")
     return [one_line(cell) for cell in cells]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 @click.argument("index", type=IndexArgument())
 @click.argument("queries", nargs=-1, type=PATH)
 @click.option("--text", "texts", multiple=True, help="Search for a text, if the model takes texts.")
+@click.option("--words", type=Number(0, 1), help="Weight of items' words beside their vectors.")
 @click.option("-k", default=10, type=click.IntRange(1), help="Results (or groups) per query.")
 @click.option("--like", multiple=True, metavar="ID|IMAGE", help="Search for more like this, too.")
 @click.option("--dislike", multiple=True, metavar="ID|IMAGE", help="Search for less like this.")
@@ -127,7 +129,7 @@ def as_facts(hit: Hit) -> dict[str, Any]:
     return {
         "id": hit.id,
         "label": hit.label,
-        "distance": hit.distance,
+        "distance": None if isnan(hit.distance) else hit.distance,
         "score": hit.score,
         "metadata": dict(hit.metadata),
     }

@@ -2,6 +2,12 @@
 
 A store proposes the nearest items and knows nothing else. If an option leaves too few of them, the
 store is asked for more, until the answer is the one that all items would give.
+
+A search for a text may rank items by their words, too. The two rankings are joined by reciprocal
+rank fusion (Cormack, Clarke and Büttcher, 2009): a hit's score is (1 - w) / (60 + v) + w / (60 +
+b), where w is the weight of the words, v the item's place among the nearest vectors, and b its
+place by BM25. Places begin at 1, equal items share the first of their places, and a place beyond
+`FUSED` adds nothing. All options choose among these hits.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError
 from retrieval.index.calibration import Calibration, need_calibration
 from retrieval.index.duplicates import item_distances, stacked_arrays
-from retrieval.index.queries_and_hits import Hit, Hits, encode_queries, ranked
+from retrieval.index.queries_and_hits import Hit, Hits, encode_queries, hits_of, ranked
 from retrieval.index.query import Id, Query
 from retrieval.store.contract import MARGIN, Candidates, Item, Superseded, require_time, spans_of
 from retrieval.store.filters import And, Exists, Filter, In, Not, as_filter
@@ -35,6 +41,12 @@ DISLIKE_SHARE = 1 / 3
 _QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances
 _HITS_AT_ONCE = 50_000  # limits the memory for hits from which an answer is chosen
 
+FUSED = 1000
+"""Places of each ranking that a search for a text joins."""
+
+_EQUAL = 0.5  # weight of the words of items beside their vectors
+_RANK_CONSTANT = 60  # as in the paper
+
 Value: TypeAlias = tuple[bool, Any]
 """A field's value, preceded by whether it is a boolean, because True == 1 in Python."""
 
@@ -47,7 +59,10 @@ def answer(index: Index, queries: Any, query: Query) -> list[Any]:
     """
     bundle = index.bundle
     filter = as_filter(query.filter)
-    if query.is_plain:
+    words = weight_of_words(index, query.text, query.words)
+    vectors: Floats32 | None = None
+    codes: Floats32 | None = None
+    if query.is_plain and not words:
         vectors, codes, is_single = encode_queries(bundle, queries, query.text)
         propose = index.store.propose
         nearest = nearest_hits(propose, bundle, vectors, codes, query, filter, query.k)
@@ -59,15 +74,20 @@ def answer(index: Index, queries: Any, query: Query) -> list[Any]:
             measured = need_calibration(index)
             if index.bundle is not bundle:
                 raise Superseded("Another bundle is served.")
-        if query.likes or query.dislikes:
+        if words == 1:
+            _refuse_vectors(queries, query)
+            is_single = isinstance(query.text, str)
+        elif query.likes or query.dislikes:
             vectors, is_single, examples = _by_example(index, bundle, queries, query)
-            codes = None
         else:
             vectors, codes, is_single = encode_queries(bundle, queries, query.text)
-        excluded = [examples] * len(vectors)
+        texts: Sequence[str] = ()
+        if query.text is not None:
+            texts = [query.text] if isinstance(query.text, str) else query.text
+        excluded = [examples] * (len(texts) if vectors is None else len(vectors))
         if query.ids:
             excluded = [examples | {id} for id in query.ids]
-        search = _Search(index, bundle, query, vectors, codes, excluded)
+        search = _Search(index, bundle, query, vectors, codes, excluded, texts, words)
         answers = []
         for hits in search.hits(filter):
             if measured is not None:
@@ -81,6 +101,45 @@ def answer(index: Index, queries: Any, query: Query) -> list[Any]:
     if is_single:
         return answers[0]
     return answers
+
+
+def weight_of_words(index: Index, text: object, words: float | None) -> float:
+    """Return the weight of the items' words, from 0 (vectors alone) to 1 (words alone).
+
+    Args:
+        index: the index.
+        text: texts of the queries; `None` for queries that are no texts.
+        words: the weight that was asked for; see `Query`.
+
+    Raises:
+        DataError: there is nothing to compare with texts.
+    """
+    if text is None:
+        return 0.0
+    has_encoder = index.bundle.manifest.text is not None
+    if words is not None:
+        return float(words)
+    if index.store.keeps_words():
+        return _EQUAL if has_encoder else 1.0
+    if not has_encoder:
+        raise DataError(
+            "This index takes no texts: its model has no text encoder, and it keeps no words of its"
+            " items. Search with an image, a vector or an item, or first run 'retrieval index"
+            " words'."
+        )
+    return 0.0
+
+
+def _refuse_vectors(queries: Any, query: Query) -> None:
+    """Raise a `DataError` if a search by words alone has something that compares vectors."""
+    if queries is not None:
+        raise DataError("Search with an image or vector, or with a text, not with both.")
+    for name in ("likes", "dislikes", "max_distance", "diversity"):
+        if getattr(query, name):
+            raise DataError(
+                f"{name.removesuffix('s')} compares vectors, and this search compares the words of"
+                " items alone. Leave it out, or set words below 1 if the model takes texts."
+            )
 
 
 def nearest_hits(
@@ -119,18 +178,30 @@ def nearest_hits(
 
 @dataclass(frozen=True)
 class _Search:
-    """Encoded queries, and for each of them the ids of the items that cannot be hits."""
+    """Encoded queries, and for each of them the ids of the items that cannot be hits.
+
+    Attributes:
+        vectors: vectors (Q, P) of the queries; `None` for a search by words alone.
+        codes: codes (Q, C) of the queries, if the bundle has a rescorer.
+        excluded: for each query the ids of the items that cannot be hits.
+        texts: text of each query, if queries are texts.
+        words: weight of the items' words.
+    """
 
     index: Index
     bundle: Bundle
     query: Query
-    vectors: Floats32
+    vectors: Floats32 | None
     codes: Floats32 | None
     excluded: Sequence[Set[str]]
+    texts: Sequence[str]
+    words: float
 
     def nearest(self, rows: slice, filter: Filter | None, k: int) -> list[list[Hit]]:
         """Return the k nearest matching items of each of the queries in `rows`."""
         require_time()
+        if self.vectors is None:
+            return [[] for _ in self.texts[rows]]
         codes = self.codes
         if codes is not None:
             codes = codes[rows]
@@ -138,15 +209,64 @@ class _Search:
         propose = self.index.store.propose
         return nearest_hits(propose, self.bundle, vectors, codes, self.query, filter, k)
 
+    def _fused(self, row: int, filter: Filter | None) -> list[Hit]:
+        """Return the hits of a text by vectors and words, the one with the largest score first."""
+        store = self.index.store
+        (nearest,) = self.nearest(slice(row, row + 1), filter, FUSED)
+        hits = {hit.id: hit for hit in nearest}
+        fitting = dict(store.search_words(self.texts[row], FUSED, filter=filter, also=list(hits)))
+        missing = fitting.keys() - hits.keys()
+        hits |= {hit.id: hit for hit in self._measured(row, sorted(missing))}
+        scores = dict.fromkeys(hits, 0.0)
+        for ids, costs, weight in (
+            ([hit.id for hit in nearest], [hit.distance for hit in nearest], 1 - self.words),
+            (fitting, [-score for score in fitting.values()], self.words),
+        ):
+            # Both ascend, so the first place of an equal cost is where it would be inserted.
+            places = 1 + np.searchsorted(costs, costs)
+            for id, score in zip(ids, (weight / (_RANK_CONSTANT + places)).tolist(), strict=True):
+                # An item may have been deleted since its words were found.
+                if id in scores:
+                    scores[id] += score
+        order = sorted(hits, key=lambda id: (-scores[id], id))
+        return [hits[id]._replace(score=scores[id]) for id in order]
+
+    def _measured(self, row: int, ids: Sequence[str]) -> list[Hit]:
+        """Return the items of some ids as hits of a query, with their distances if they have any.
+
+        Raises:
+            Superseded: another bundle is served.
+        """
+        has_vector = self.vectors is not None
+        items = list(self.index.get(ids, arrays=has_vector).values())
+        embedded = [item for item in items if item.arrays]
+        bare = [item for item in items if not item.arrays]
+        hits = hits_of(bare, np.full(len(bare), np.nan))
+        if self.vectors is not None and embedded:
+            if self.index.follow() is not self.bundle:
+                raise Superseded("Another bundle is served.")
+            group = Candidates(embedded, stacked_arrays(embedded))
+            count = len(embedded)
+            hits += ranked(self.bundle, self.vectors[row], None, group, count, count)
+        return hits
+
     def hits(self, filter: Filter | None) -> list[list[Hit]]:
         """Return the hits of each query, with all options."""
         query = self.query
         if query.group_field is not None:
             filter = _both(filter, Exists(query.group_field))
         depth = query.pool * query.group_size + max(map(len, self.excluded), default=0)
+        if self.words:
+            if query.offset + query.k > FUSED:
+                raise DataError(
+                    f"A search for the words of items ends at the {FUSED:,}th hit: make k and"
+                    " offset smaller, or set words to 0."
+                )
+            rows = range(len(self.excluded))
+            return [self._choice(row, filter, depth, self._fused(row, filter)) for row in rows]
         step = max(1, _HITS_AT_ONCE // depth)
         choices = []
-        for start in range(0, len(self.vectors), step):
+        for start in range(0, len(self.excluded), step):
             nearest = self.nearest(slice(start, start + step), filter, depth)
             for row, hits in enumerate(nearest, start):
                 choices.append(self._choice(row, filter, depth, hits))
@@ -161,7 +281,7 @@ class _Search:
             groups = {(False, hit.id): [hit] for hit in hits if self._fits(row, hit)}
         else:
             groups = self._groups(row, hits)
-        everything = is_last = self._is_last(hits, depth)
+        everything = is_last = bool(self.words) or self._is_last(hits, depth)
         while field is not None and len(groups) < query.pool and not is_last:
             # Without the groups that are known, the next ones are near again.
             depth = _deeper(depth)
@@ -169,8 +289,11 @@ class _Search:
             if groups:
                 narrowed = _both(filter, Not(_one_of(field, groups)))
             is_last = self._extend(groups, row, narrowed, depth)
-        # An item that was added between two searches may be nearer than the earlier hits.
-        keys = sorted(groups, key=lambda key: groups[key][0].distance)[: query.pool]
+        keys = list(groups)
+        if not self.words:
+            # An item that was added between two searches may be nearer than the earlier hits.
+            keys.sort(key=lambda key: groups[key][0].distance)
+        keys = keys[: query.pool]
         if query.diversity:
             keys = self._diverse(groups, keys, last)
         keys = keys[query.offset : last]

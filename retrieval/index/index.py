@@ -246,6 +246,10 @@ class Index:
             k: number of hits; fewer if the index has fewer items.
             text: a text such as "red mug" instead of `queries`, if the bundle has a text encoder;
                 or a list of texts, which returns a list with one list of hits per text.
+            words: in a search for a text, how much the words of items count beside the vectors:
+                from 0 (vectors alone) to 1 (words alone). If the index keeps words (`keep_words`),
+                the default is 0.5, or 1 if the bundle has no text encoder; see
+                `retrieval.index.answering`.
             candidates: number of candidates per sub-space that are rescored. Defaults to the number
                 that the bundle defines.
             filter: search only items that match this filter: text such as

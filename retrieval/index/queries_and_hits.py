@@ -40,12 +40,13 @@ class Hit(NamedTuple):
     Attributes:
         id: id of the item.
         label: label of the item, or `None`.
-        distance: distance to the query; smaller is closer.
+        distance: distance to the query; smaller is closer. NaN if no vectors were compared.
         metadata: metadata of the item.
         path: path of the indexed file. `None` if the item is not a file of its own.
         keep: what the index keeps of the original; see `retrieval.store.contract.Keep`.
         score: share of strangers that come less near, if the search asked for `scores`; see
-            `Calibration.shares`.
+            `Calibration.shares`. In a search for the words of items, what orders the hits; see
+            `retrieval.index.answering`.
     """
 
     id: str
@@ -321,7 +322,7 @@ def ranked(
     if group.distances is not None:
         # The store has measured the same distance already.
         if measures_vectors:
-            return _hits(group.items, group.distances[:k])
+            return hits_of(group.items, group.distances[:k])
         rows = sorted(range(len(group.items)), key=lambda row: group.items[row].id)
         group = _selected(group, rows)
     elif not (measures_vectors or bundle.manifest.subspaces):
@@ -336,10 +337,10 @@ def ranked(
     # Candidates are sorted by id, so a stable sort orders ties by id.
     order = np.argsort(distances, kind="stable")[:k]
     nearest = [group.items[row] for row in order.tolist()]
-    return _hits(nearest, distances[order])
+    return hits_of(nearest, distances[order])
 
 
-def _hits(items: Sequence[Item], distances: Floats64) -> list[Hit]:
+def hits_of(items: Sequence[Item], distances: Floats64) -> list[Hit]:
     """Return one hit per distance; items beyond the number of distances are ignored."""
     # The metadata are copied, because the store shares its own between searches.
     return [

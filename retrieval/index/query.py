@@ -29,6 +29,7 @@ class QueryOptions(TypedDict, total=False):
     """The keywords of `Index.search`; see there."""
 
     text: str | Sequence[str] | None
+    words: float | None
     candidates: int | None
     filter: FilterLike
     like: Likes
@@ -50,6 +51,8 @@ class Query:
     Attributes:
         k: number of hits or, with `group_by`, of groups.
         text: text of the query, or one for each query; `None` for queries that are no texts.
+        words: from 0 to 1, the weight of the items' words beside the vectors in a search for text;
+            `None` weighs them equally, or takes what there is.
         candidates: number of candidates per sub-space that are rescored.
         filter: filter that hits match.
         likes: ids of items or pictures that hits should resemble.
@@ -71,6 +74,7 @@ class Query:
 
     k: int = 10
     text: str | Sequence[str] | None = None
+    words: float | None = None
     candidates: int | None = None
     filter: FilterLike = None
     likes: tuple[Any, ...] = ()
@@ -100,6 +104,11 @@ class Query:
                     "The index is calibrated for queries like its items, not for texts, whose"
                     " distances are larger. Leave scores out."
                 )
+        if self.words is not None:
+            if not (isinstance(self.words, Real) and 0 <= self.words <= 1):
+                raise DataError(f"words must be a number from 0 to 1, not {self.words!r}.")
+            if self.text is None:
+                raise DataError("words weighs the words of items in a search for a text: add one.")
         if self.is_plain:
             return
         object.__setattr__(self, "group_size", at_least_one("group_size", self.group_size))

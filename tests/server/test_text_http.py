@@ -111,7 +111,7 @@ def test_the_clients_send_texts(server, bundle):
         (SEARCH, {"text": "a\0"}, 400, "NUL"),
         (SEARCH, {"text": "one", "id": "000"}, 400, "exactly one of vector, id, text among them"),
         (SEARCH, {"text": "one", "vector": [1.0]}, 400, "exactly one of vector, id, text"),
-        (SEARCH, {"text": "one", "scores": True}, 422, "not for texts"),
+        (SEARCH, {"text": "one", "scores": True}, 400, "not for texts"),
         (BATCH, {"queries": [{"text": "one"}, {"id": "000"}]}, 400, "or all texts"),
         (BATCH, {"queries": [{"text": "one"}, {"text": " "}]}, 400, r"text[1]: The text is empty"),
         (BATCH, {"queries": [{"text": "one"}] * 101}, 400, "101 queries; the limit is 100"),

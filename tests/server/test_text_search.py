@@ -90,7 +90,7 @@ def test_what_cannot_be_asked_is_a_sentence(index, bundle_path, tmp_path):
     create_index(tmp_path / "i", bundle_path)
     with (
         retrieval.Index.open(tmp_path / "i", threads=1) as other,
-        pytest.raises(DataError, match="no text encoder, so it takes no texts"),
+        pytest.raises(DataError, match="takes no texts: its model has no text encoder"),
     ):
         other.search(text="one")
 
@@ -134,5 +134,5 @@ def test_the_command_searches_by_text(folder, cli):
 def test_the_command_says_that_a_model_takes_no_texts(bundle_path, tmp_path, cli):
     create_index(tmp_path / "i", bundle_path)
     done = cli("search", tmp_path / "i", "--text", "one")
-    assert done.code == 2 and "no text encoder, so it takes no texts" in done.err
+    assert done.code == 2 and "takes no texts: its model has no text encoder" in done.err
     assert "Traceback" not in done.err

@@ -383,6 +383,32 @@ class ItemCases(Bench):
         assert seen, "no reader read anything"
         assert all(len(rounds) == 1 for rounds in seen), "a reader saw a part of a call"
 
+    def test_words(self) -> None:
+        """Words of labels and metadata rank items; a store that keeps none says so."""
+        self.create(20)
+        if "words" not in self.store.capabilities:
+            with refused(StoreError):
+                self.store.keep_words()
+            with refused(DataError):
+                self.store.search_words("kind", 3)
+            assert not self.store.keeps_words()
+            return
+        self.store.keep_words()
+        self.put([random_item("new", label="Red mug", metadata={"size": 42, "a": ["dark blue"]})])
+        self.put([random_item("id 3", label="red")])
+        self.remove(["id 4"])
+        label = self.items["id 5"].label
+        assert label is not None
+        alike = {id for id, item in self.items.items() if item.label == label}
+        for _ in range(2):
+            assert self.store.keeps_words()
+            for text, ids in (("MUG, red?", ["new", "id 3"]), ("42 blue", ["new"]), ("size", [])):
+                assert [id for id, _ in self.store.search_words(text, 5)] == ids, text
+            assert alike <= {id for id, _ in self.store.search_words(label, 100)}
+            filter = Compare("id", "=", "id 5")
+            assert [id for id, _ in self.store.search_words(label, 9, filter=filter)] == ["id 5"]
+            self.reopen()
+
     # Searches
 
     def test_few_items_or_none(self) -> None:

@@ -77,6 +77,7 @@ class SearchOptions(TypedDict, total=False):
     max_distance: float | None
     offset: int
     diversity: float
+    words: float | None
     facets: Sequence[str]
     order_by: str | None
     scores: bool
