@@ -16,6 +16,15 @@ def retrieval_backbones() -> Factories:
 
 
 @hookimpl
+def retrieval_text_encoders() -> Factories:
+    """Text towers of transformers and open_clip."""
+    return {
+        "open_clip": "retrieval_models.towers:open_clip_text",
+        "transformers": "retrieval_models.towers:transformers_text",
+    }
+
+
+@hookimpl
 def retrieval_encoders() -> Factories:
     """HTTP endpoints, vectors in files, and models of MTEB."""
     return {

@@ -1,7 +1,7 @@
-"""Image towers of transformers, open_clip and sentence-transformers as backbones.
+"""Towers of transformers, open_clip and sentence-transformers: for images, and for texts.
 
-Each has the preprocessing of its library, as far as `Preprocessing` can express it. This is not
-read off alone: the library prepares two pictures, and so does `Preprocessing`.
+Each image tower has the preprocessing of its library, as far as `Preprocessing` can express it.
+This is not read off alone: the library prepares two pictures, and so does `Preprocessing`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 from PIL import Image
 from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean, first_line
 from retrieval.helpers import Network, fetch, hub_from_cache_when_away, interpolation, some
-from retrieval.plugin import Backbone, Preprocessing
+from retrieval.plugin import Backbone, Preprocessing, TextEncoder
 from torch import Tensor, float32, nn
+from torch.nn import functional
 
 T = TypeVar("T")
 _LEVELS = 1.0
@@ -189,34 +190,7 @@ def open_clip_model(model: str, weights: str | None = None, normalise: bool = Fa
         MissingDependency: open_clip is not installed.
     """
     open_clip = _library("open_clip")
-    names = open_clip.list_models()
-    if model not in names:
-        raise RecipeError(
-            [
-                f"[backbone] model: there is no open_clip model '{model}'."
-                + did_you_mean(model, names)
-            ]
-        )
-    tags = open_clip.list_pretrained_tags_by_model(model)
-    is_file = weights is not None and Path(weights).is_file()
-    if weights is not None and weights not in tags and not is_file:
-        raise RecipeError(
-            [
-                f"[backbone] weights: {model} has no weights '{weights}', and there is no such"
-                f" file; it has: {some(tags, 10) or 'none'}.{did_you_mean(weights, tags)}"
-            ]
-        )
-    tag = open_clip.get_pretrained_cfg(model, weights) if weights in tags else {}
-
-    def load() -> Any:
-        return open_clip.create_model(
-            model, pretrained=weights, force_quick_gelu=tag.get("quick_gelu", False)
-        )
-
-    if weights is None:
-        built = load()
-    else:
-        built = _loaded(weights, load)
+    built = _open_clip(model, weights, "backbone")
     settings = open_clip.get_model_preprocess_cfg(built.visual)
     prepared = open_clip.transform.image_transform_v2(
         open_clip.transform.PreprocessCfg(**settings), is_train=False
@@ -239,6 +213,186 @@ def open_clip_model(model: str, weights: str | None = None, normalise: bool = Fa
 
     preprocessing = _checked(read, prepared, model)
     return Network(built.visual, preprocessing, model, normalise)
+
+
+def _open_clip(model: str, weights: str | None, table: str) -> Any:
+    """Return a model of open_clip; `table` is the recipe's table in error messages."""
+    open_clip = _library("open_clip")
+    names = open_clip.list_models()
+    if model not in names:
+        raise RecipeError(
+            [
+                f"[{table}] model: there is no open_clip model '{model}'."
+                + did_you_mean(model, names)
+            ]
+        )
+    tags = open_clip.list_pretrained_tags_by_model(model)
+    is_file = weights is not None and Path(weights).is_file()
+    if weights is not None and weights not in tags and not is_file:
+        raise RecipeError(
+            [
+                f"[{table}] weights: {model} has no weights '{weights}', and there is no such"
+                f" file; it has: {some(tags, 10) or 'none'}.{did_you_mean(weights, tags)}"
+            ]
+        )
+    tag = open_clip.get_pretrained_cfg(model, weights) if weights in tags else {}
+
+    def load() -> Any:
+        return open_clip.create_model(
+            model, pretrained=weights, force_quick_gelu=tag.get("quick_gelu", False)
+        )
+
+    if weights is None:
+        return load()
+    return _loaded(weights, load)
+
+
+class TextTower(TextEncoder):
+    """The half of a model of images and texts that reads texts.
+
+    Args:
+        model: the model, whose half for images is dropped.
+        features: returns features (N, F) of the model and ids (N, L).
+        tokenizer: the tokenizer, of the package `tokenizers`, with truncation and padding.
+        normalise: whether to scale a text's features to length 1.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        features: Callable[[Any, Tensor], Tensor],
+        tokenizer: Any,
+        normalise: bool,
+    ) -> None:
+        super().__init__()
+        for name in ("visual", "vision_model", "visual_projection"):
+            if hasattr(model, name):
+                delattr(model, name)
+        self.model = model
+        self.normalise = normalise
+        self.length = int(tokenizer.truncation["max_length"])
+        self.tokenizer = tokenizer.to_str().encode()
+        self._features = features
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return features (N, F) of ids (N, L).
+
+        The mask is not read: these models look only back from the text's end, or were trained on
+        texts that are padded to the full length.
+        """
+        features = self._features(self.model, ids)
+        if self.normalise:
+            return functional.normalize(features)
+        return features
+
+
+def transformers_text(model: str, normalise: bool = False) -> TextEncoder:
+    """Build the text tower of a model of Hugging Face transformers, such as CLIP or SigLIP.
+
+    The features are what its `get_text_features` returns, in the space of the image tower that the
+    backbone `models.transformers` builds of the same model.
+
+    Args:
+        model: name on Hugging Face's hub, from which the files are downloaded once, or a folder
+            that `save_pretrained` wrote with the model and its tokenizer.
+        normalise: whether to scale a text's features to length 1.
+
+    Raises:
+        DataError: the model cannot be loaded.
+        ValueError: the model does not embed texts, or has no tokenizer of the package `tokenizers`.
+        MissingDependency: transformers is not installed.
+    """
+    transformers = _library("transformers")
+
+    def load() -> tuple[Any, Any]:
+        built = transformers.AutoModel.from_pretrained(model, dtype=float32)
+        return built, transformers.AutoTokenizer.from_pretrained(model)
+
+    built, library_tokenizer = _loaded(model, load)
+    tokenizer = getattr(library_tokenizer, "backend_tokenizer", None)
+    if not hasattr(built, "get_text_features") or tokenizer is None:
+        raise ValueError(f"{model} does not embed texts, or has no fast tokenizer")
+    length = built.config.text_config.max_position_embeddings
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(
+        pad_id=library_tokenizer.pad_token_id,
+        pad_token=library_tokenizer.pad_token,
+        # SigLIP's text is its last position, up to which every text was padded in training
+        length=length if built.config.model_type.startswith("siglip") else None,
+    )
+
+    def features(tower: Any, ids: Tensor) -> Tensor:
+        output: Tensor = tower.get_text_features(input_ids=ids).pooler_output
+        return output
+
+    return TextTower(built, features, tokenizer, normalise)
+
+
+def open_clip_text(model: str, weights: str | None = None, normalise: bool = False) -> TextEncoder:
+    """Build the text tower of a model of open_clip, with its projection.
+
+    The features are what the library's `encode_text` returns, in the space of the image tower that
+    the backbone `models.open_clip` builds of the same model and weights.
+
+    Args:
+        model: the model's name in open_clip, such as "ViT-B-32".
+        weights: see the backbone `models.open_clip`.
+        normalise: whether to scale a text's features to length 1.
+
+    Raises:
+        RecipeError: open_clip has no such model, or the model no such weights.
+        DataError: the weights cannot be loaded.
+        ValueError: the model's tokenizer cannot be expressed by the package `tokenizers`.
+        MissingDependency: open_clip is not installed.
+    """
+    open_clip = _library("open_clip")
+    built = _open_clip(model, weights, "text")
+    theirs = open_clip.get_tokenizer(model)
+    inner = getattr(theirs, "tokenizer", None)
+    tokenizer = _clip_tokenizer(theirs) if inner is None else inner.backend_tokenizer
+    tokenizer.enable_truncation(theirs.context_length)
+    tokenizer.enable_padding(
+        pad_id=0 if inner is None else inner.pad_token_id, length=theirs.context_length
+    )
+    samples = ["a red mug", "Ünder 2 RED mugs, it's: don't?!", "mug " * 100, "東京 42"]
+    ours = [encoding.ids for encoding in tokenizer.encode_batch(samples)]
+    if ours != theirs(samples).tolist():
+        raise ValueError(f"the tokenizer of {model} cannot be expressed by the package tokenizers")
+
+    def features(tower: Any, ids: Tensor) -> Tensor:
+        output: Tensor = tower.encode_text(ids)
+        return output
+
+    return TextTower(built, features, tokenizer, normalise)
+
+
+def _clip_tokenizer(theirs: Any) -> Any:
+    """Return open_clip's tokenizer of CLIP as one of the package `tokenizers`."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    tokenizer = Tokenizer(
+        models.BPE(vocab=theirs.encoder, merges=[*theirs.bpe_ranks], end_of_word_suffix="</w>")
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            normalizers.NFC(),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Lowercase(),
+        ]
+    )
+    words = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    start, end = "<start_of_text>", "<end_of_text>"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}",
+        special_tokens=[(start, theirs.sot_token_id), (end, theirs.eot_token_id)],
+    )
+    return tokenizer
 
 
 def sentence_transformers_model(model: str, normalise: bool = False) -> Backbone:

@@ -256,7 +256,11 @@ def text_graph(part: TextPart, texts: Sequence[str], tolerance: float) -> tuple[
     tokens = [part.tokenizer(batch) for batch in batches]
     expected = [part(*map(torch.from_numpy, feeds.values())).float().numpy() for feeds in tokens]
     width = expected[0].shape[1]
-    signature = Signature({"ids": ("N", "L"), "mask": ("N", "L")}, {"vector": ("N", width)})
+    signature = Signature(
+        {"ids": ("N", "L"), "mask": ("N", "L")},
+        {"vector": ("N", width)},
+        {"L": part.encoder.length},
+    )
 
     def check(graph: bytes) -> float:
         run = session(graph).run

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import onnx
@@ -93,10 +93,14 @@ class Rescorer(nn.Module):
 
 @dataclass(frozen=True)
 class Signature:
-    """Names and shapes of a graph's inputs and outputs; dimensions given as text are dynamic."""
+    """Names and shapes of a graph's inputs and outputs; dimensions given as text are dynamic.
+
+    `most` are the largest sizes of dynamic dimensions that have one, such as the tokens of a text.
+    """
 
     inputs: Mapping[str, tuple[str | int, ...]]
     outputs: Mapping[str, tuple[str | int, ...]]
+    most: Mapping[str, int] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -162,7 +166,8 @@ def to_onnx(
             refuse_reads(module, example)
             if exporter == "dynamo":
                 sizes = {size for axis in axes.values() for size in axis.values()}
-                dims = {size: torch.export.Dim(size) for size in sizes}
+                most = signature.most
+                dims = {size: torch.export.Dim(size, max=most.get(size)) for size in sizes}
                 shapes = tuple(
                     {axis: dims[size] for axis, size in axes[name].items()}
                     for name in signature.inputs
@@ -175,7 +180,8 @@ def to_onnx(
                 # Where code branches on the size of a batch, this exporter limits the sizes to one
                 # side.
                 limits = program.exported_program.range_constraints.values()
-                if any(bool(limit.upper < LIMIT) for limit in limits):
+                uppers = [limit.upper for limit in limits if limit.upper not in most.values()]
+                if any(bool(upper < LIMIT) for upper in uppers):
                     raise BundleError(ONE_BATCH)
                 proto = program.model_proto
             else:

@@ -66,7 +66,26 @@ def transformers_folder(folder: Path, kind: str) -> Path:
     return folder
 
 
-def open_clip_file(folder: Path) -> tuple[str, Path]:
+def save_tokenizer(folder: str | Path) -> None:
+    """Save a tokenizer of a few words, with the special tokens of `TEXTS`, into a folder."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["[START]", "[END]", "[PAD]", "[UNK]", "a", "red", "mug", "two", "dogs"]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[START] $A [END]", special_tokens=[("[START]", 0), ("[END]", 1)]
+    )
+    tokenizer.enable_padding(pad_id=2, pad_token="[PAD]")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", eos_token="[END]"
+    ).save_pretrained(folder)
+
+
+def open_clip_file(folder: Path, vocabulary: int = 100) -> tuple[str, Path]:
     """Register a small model of open_clip, save random weights, and return its name and the file.
 
     Its activation and preprocessing are those of most models of the library.
@@ -74,11 +93,12 @@ def open_clip_file(folder: Path) -> tuple[str, Path]:
     import open_clip
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
+    config: dict[str, Any] = {
         "embed_dim": 16,
         "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8},
-        "text_cfg": {"context_length": 8, "vocab_size": 100, "width": 64, "heads": 1, "layers": 1},
+        "text_cfg": {"context_length": 8, "width": 64, "heads": 1, "layers": 1},
     }
+    config["text_cfg"]["vocab_size"] = vocabulary
     (folder / "small-open-clip.json").write_text(json.dumps(config))
     open_clip.add_model_config(folder / "small-open-clip.json")
     torch.manual_seed(0)
