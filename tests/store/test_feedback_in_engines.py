@@ -30,13 +30,25 @@ def qdrant(monkeypatch):
     return "qdrant://memory"
 
 
-@pytest.fixture(params=["qdrant", pytest.param("milvus", marks=pytest.mark.engine)])
+@pytest.fixture
+def postgres(tmp_path, monkeypatch):
+    """A database of a new Postgres server."""
+    pytest.importorskip("psycopg", reason="the extra `postgres` is not installed")
+    from postgres_server import PostgresServer
+
+    server = PostgresServer(tmp_path / "postgres")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield "postgresql:///postgres"
+    server.stop()
+
+
+@pytest.fixture(params=["qdrant", "postgres", pytest.param("milvus", marks=pytest.mark.engine)])
 def address(request, tmp_path):
     """The address of an index of 600 digits in an engine."""
-    if request.param == "qdrant":
-        host = request.getfixturevalue("qdrant")
-    else:
-        host = f"milvus://{request.getfixturevalue('milvus').place}"
+    host = request.getfixturevalue(request.param)
+    if request.param == "milvus":
+        host = f"milvus://{host.place}"
     address = f"{host}/t{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:16]}"
     bundle = Bundle.open(pixel_bundle(tmp_path / "bundle"), device="cpu")
     store_place(address).create(bundle, widths_of(bundle)).close()
