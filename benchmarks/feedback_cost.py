@@ -15,7 +15,6 @@ run also makes them.
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import subprocess
 import time
@@ -55,11 +54,8 @@ def measure(task: Task, work: Path, rounds: int) -> dict[str, list[float]]:
         running = {}
         for title, words in servers.items():
             serve = ("-m", "retrieval.cli", "serve", *words, "--port", "0")
-            process, line = stack.enter_context(started(*serve))
-            port = re.search(r":(\d+)/", line)
-            assert port is not None, line
-            running[title] = process, int(port[1])
-            asyncio.run(ask(int(port[1]), requests, 1, 4 * SECONDS))
+            running[title] = stack.enter_context(started(*serve))
+            asyncio.run(ask(running[title][1], requests, 1, 4 * SECONDS))
         begun: dict[str, tuple[float, int]] = {}
         for number in range(rounds + 1):
             for title in sorted(running, reverse=bool(number % 2)):

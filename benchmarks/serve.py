@@ -219,15 +219,16 @@ def run_bare() -> None:
 
 
 @contextmanager
-def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run Python in a new process; yield it and the first line that it prints."""
+def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run a server in a new process of Python; yield it and the port that it prints."""
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        if not line:
+        port = re.search(r":(\d+)/", line)
+        if port is None:
             raise SystemExit(f"{' '.join(words)} did not start.")
-        yield process, line
+        yield process, int(port[1])
     finally:
         process.terminate()
         process.wait(30)
@@ -287,11 +288,8 @@ def measure(
         servers = {"`retrieval serve`": serve, "bare ASGI application": (__file__, "--bare")}
         running = {}
         for title, words in servers.items():
-            process, line = stack.enter_context(started(*words))
-            port = re.search(r":(\d+)/", line)
-            assert port is not None, line
-            running[title] = process, int(port[1])
-            asyncio.run(ask(int(port[1]), requests, 8, 1.0))
+            running[title] = stack.enter_context(started(*words))
+            asyncio.run(ask(running[title][1], requests, 8, 1.0))
         port = running["`retrieval serve`"][1]
         pairs = zip(requests, expected, strict=False)
         same = sum(nearest(port, request) == id for request, id in pairs)

@@ -64,10 +64,7 @@ def measure(rows: int, width: int, backend: str) -> Row:
     requests = [f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies]
     words = ("-m", "retrieval.cli", "serve", str(folder / "index"), "--port", "0")
     connections = 1 if rows * width > 10**8 else CONNECTIONS
-    with started(*words) as (process, line):
-        address = re.search(r":(\d+)/", line)
-        assert address is not None, line
-        port = int(address[1])
+    with started(*words) as (process, port):
         while httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60).status_code != 200:
             time.sleep(0.5)  # the first search reads the vectors from the disk
         asyncio.run(ask(port, requests, connections, SECONDS))

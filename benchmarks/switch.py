@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import re
 import shutil
 import subprocess
 import sys
@@ -256,11 +255,9 @@ def beside_a_server(work: Path) -> list[Row]:
         base = Bundle.open(work / "base", threads=1)
         adapter = make_adapter_bundle(base, head, Path(folder) / "adapter")
         serve = ("-m", "retrieval.cli", "serve", index, "--port", "0", "--feedback")
-        with started(*serve) as (_, line):
-            port = re.search(r":(\d+)/", line)
-            assert port is not None, line
+        with started(*serve) as (_, port):
             for words in (("migrate", index, str(adapter)), ("rollback", index)):
-                answers, began, ended = asyncio.run(run_beside(int(port[1]), bodies, *words))
+                answers, began, ended = asyncio.run(run_beside(port, bodies, *words))
                 for phase, low, high in (
                     ("before", began - USUAL, began),
                     ("meanwhile and after", began, np.inf),

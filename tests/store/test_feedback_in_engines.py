@@ -31,12 +31,12 @@ def qdrant(monkeypatch):
 
 
 @pytest.fixture
-def postgres(tmp_path, monkeypatch):
+def postgres(tmp_path_factory, monkeypatch):
     """A database of a new Postgres server."""
     pytest.importorskip("psycopg", reason="the extra `postgres` is not installed")
     from postgres_server import PostgresServer
 
-    server = PostgresServer(tmp_path / "postgres")
+    server = PostgresServer(tmp_path_factory.mktemp("postgres"))
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     yield "postgresql:///postgres"
