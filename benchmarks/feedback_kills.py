@@ -1,7 +1,7 @@
 """Kill a server that takes feedback and the worker that learns from it, at once, again and again.
 
-    # writes results/raw/feedback_kills.json and results/feedback_kills.md
-    python benchmarks/feedback_kills.py --count 200 --seed 0
+    OMP_NUM_THREADS=1 python benchmarks/feedback_kills.py    # resumes where it stopped
+    OMP_NUM_THREADS=1 python benchmarks/feedback_kills.py --quick    # four kills, keeps nothing
 
 Users of scikit-learn's digits search over HTTP and click what is drawn as thick as their query, one
 search after the other. Meanwhile three users change the marks of whole pages again and again, from
@@ -48,19 +48,21 @@ from retrieval.index.index import open_index
 from retrieval.index.integrity import check_index
 from retrieval.store import local
 
-import living_model as living
-from bench import alone, machine, one_thread, page
+from bench import Kept, Row, alone, one_thread, page, resume_arguments
 from feedback import Users, loaded, make_index
 from retrieval_feedback.worker import Worker
 
+KILLS = 200
+MOST = 20
+"""Kills of a history."""
 MARKERS, PAGES = 3, 5
 """Users who change their marks, and the pages of each."""
 USERS = 60
 SHOWN = 10
 PAUSE = 0.02
 """Seconds between two searches of a client."""
-LONGEST = 6.0
-"""Seconds from the start until both are killed, at most; learning takes about three."""
+LONGEST = 4.0
+"""Seconds from the start until both are killed, at most."""
 LEARNERS = ("feedback.low_rank", "feedback.diagonal")
 DONE = ("waits", "learned nothing", "on trial")
 """Actions after which a worker can do no more without new feedback."""
@@ -82,7 +84,7 @@ class Client:
         marks: acknowledged marks.
         doubtful: the last request, if it has no answer.
         acknowledged: number of acknowledged requests.
-        lost: number of searches without marks that the last killed server had not written.
+        lost: number of searches without marks that a killed server had not written.
         wrong: what differed.
     """
 
@@ -106,6 +108,11 @@ class Client:
                 time.sleep(PAUSE)
         except (OSError, http.client.HTTPException):
             connection.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a worker may begin to learn."""
+        return True
 
     def turn(self, connection: http.client.HTTPConnection) -> None:
         """Send a search, marks, or both."""
@@ -229,8 +236,10 @@ def server(index: Path) -> Iterator[tuple[int, int]]:
         os.dup2(write, 1)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.argv = ["retrieval", "serve", str(index), "--port", "0", "--feedback", "--explore", "1"]
-        run_command()
-        os._exit(1)
+        try:
+            run_command()
+        finally:
+            os._exit(1)
     os.close(write)
     try:
         with os.fdopen(read) as output:
@@ -285,7 +294,7 @@ def stage(folder: Path) -> str:
     if not trials:
         return "before the first trial"
     if trials[-1].verdict is not None:
-        return f"{trials[-1].verdict}, before the next trial"
+        return f"{trials[-1].kind} {trials[-1].verdict}"
     return f"{trials[-1].kind} is open"
 
 
@@ -298,7 +307,7 @@ def finish(worker: Worker) -> None:
         pass
 
 
-def outcome(folder: Path) -> dict[str, Any]:
+def end_of(folder: Path) -> dict[str, Any]:
     """Let a worker finish, and return what the index serves and what the record says of trials."""
     local._NOTICE_SECONDS = 0.5
     with open_index(folder, threads=1) as index, opened(folder) as record:
@@ -354,151 +363,147 @@ def prepare(folder: Path) -> None:
     make_index(folder, vectors, np.arange(len(vectors))).close()
 
 
-def history(folder: Path, chance: random.Random, most: int) -> Iterator[living.Row]:
-    """Kill servers and workers of one index until something learned has come on probation.
+def history(number: int, new: Path, most: int) -> Row:
+    """Kill servers and workers of a copy of an index until something learned came on probation.
 
-    Yields:
-        A row for each kill, at most `most`.
+    Args:
+        number: seed of the users and of the moments.
+        new: folder of the index.
+        most: most kills.
+
+    Returns:
+        What happened and, as sentences, what was wrong.
     """
+    chance = random.Random(number)
     vectors, labels, taste = loaded("digits", Path())
-    users = Users("hidden", vectors, labels, taste, np.arange(len(vectors)), chance.getrandbits(32))
+    users = Users("hidden", vectors, labels, taste, np.arange(len(vectors)), number)
     markers = [Marker(random.Random(chance.random()), name=f"m{n}") for n in range(MARKERS)]
     clients: list[Client] = [Teacher(random.Random(chance.random()), users=users), *markers]
-    context = multiprocessing.get_context("fork")
-    for _ in range(most):
-        begun = [client.acknowledged for client in clients]
-        go = context.Event()
-        worker = context.Process(target=learn, args=(folder, go))
-        worker.start()
-        with server(folder) as (process, port):
-            threads = [threading.Thread(target=client.work, args=(port,)) for client in clients]
-            for thread in threads:
-                thread.start()
-            # The moment is random once all are at work.
-            end = time.monotonic() + 60
-            while time.monotonic() < end and not (
-                all(marker.is_ready for marker in markers)
-                and all(c.acknowledged > count for c, count in zip(clients, begun, strict=True))
-            ):
-                time.sleep(0.01)
-            go.set()
-            time.sleep(chance.uniform(0.0, LONGEST))
-            os.kill(process, signal.SIGKILL)
-            was_alive = worker.is_alive()
-            worker.kill()
-        worker.join()
-        for thread in threads:
-            thread.join()
-        kept, wrong = kept_marks(folder)
-        outcomes = [client.settle(kept) for client in clients]
-        wrong += [text for client in clients for text in client.wrong]
-        known = set[str]().union(*(client.searches for client in clients))
-        if strangers := {search for search, _, _ in kept} - known:
-            wrong.append(f"marks of unknown searches: {sorted(strangers)[:3]}")
-        if not was_alive:
-            wrong.append("the worker ended by itself")
-        lost = sum(client.lost for client in clients)
-        for client in clients:
-            client.wrong = []
-            client.lost = 0
-        reached = alone(stage, folder, new=False)
-        yield {
-            "stage": reached,
-            "outcomes": outcomes,
-            "wrong": wrong,
-            "acknowledged": sum(client.acknowledged for client in clients) - sum(begun),
-            "marks": len(kept),
-            "lost": lost,
-        }
-        with opened(folder) as record:
-            if any(trial.kind == "probation" for trial in record.trials()):
-                return
-
-
-def kills(count: int, seed: int, scratch: Path) -> tuple[list[living.Row], list[living.Row]]:
-    """Return a row for each kill, and one for each history."""
-    alone(prepare, scratch / "new", new=False)
-    chance = random.Random(seed)
-    rows: list[living.Row] = []
-    histories: list[living.Row] = []
-    while len(rows) < count:
-        folder, other = scratch / "killed" / "index", scratch / "undisturbed" / "index"
-        for copy in (folder, other):
-            shutil.rmtree(copy.parent, ignore_errors=True)
-            shutil.copytree(scratch / "new", copy.parent)
-        for row in history(folder, chance, count - len(rows)):
-            rows.append(row)
-            living.report(len(rows), row)
-        outcomes = [alone(outcome, folder, new=False)]
-        alone(repeat, folder, other, new=False)
-        outcomes.append(alone(outcome, other, new=False))
-        wrong = [text for facts in outcomes for text in facts.pop("faults")]
-        wrong += [
-            f"{name}: {value}, undisturbed {outcomes[1][name]}"
-            for name, value in outcomes[0].items()
-            if value != outcomes[1][name]
-        ]
-        verdicts = [trial[4] or "open" for trial in outcomes[0]["trials"]]
-        histories.append({"wrong": wrong, "verdicts": verdicts, "marks": rows[-1]["marks"]})
-        print(histories[-1], flush=True)
-    return rows, histories
-
-
-def render(raw: living.Row) -> str:
-    wrong = "\n".join(f"- {text}" for text in raw["wrong"][:50])
-    counts = {
-        name: ", ".join(f"{count} {value}" for value, count in sorted(raw[name].items()))
-        for name in ("outcomes", "stages", "verdicts")
+    stages: list[str] = []
+    outcomes: list[str] = []
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        killed, other = Path(scratch) / "killed" / "index", Path(scratch) / "undisturbed" / "index"
+        for folder in (killed, other):
+            shutil.copytree(new, folder.parent)
+        while len(stages) < most and "probation" not in "".join(stages):
+            wrong += kill(killed, clients, chance)
+            kept, faults = kept_marks(killed)
+            wrong += faults
+            outcomes += [client.settle(kept) for client in clients]
+            known = set[str]().union(*(client.searches for client in clients))
+            if strangers := {search for search, _, _ in kept} - known:
+                wrong.append(f"marks of unknown searches: {sorted(strangers)[:3]}")
+            stages.append(alone(stage, killed, new=False))
+        ends = [alone(end_of, killed, new=False)]
+        alone(repeat, killed, other, new=False)
+        ends.append(alone(end_of, other, new=False))
+    wrong += [text for client in clients for text in client.wrong]
+    wrong += [text for end in ends for text in end.pop("faults")]
+    wrong += [
+        f"{name}: {value}, undisturbed {ends[1][name]}"
+        for name, value in ends[0].items()
+        if value != ends[1][name]
+    ]
+    return {
+        "history": number,
+        "stages": stages,
+        "outcomes": outcomes,
+        "acknowledged": sum(client.acknowledged for client in clients),
+        "lost": sum(client.lost for client in clients),
+        "marks": len(kept),
+        "verdicts": [trial[4] or "open" for trial in ends[0]["trials"]],
+        "wrong": wrong,
     }
+
+
+def kill(folder: Path, clients: list[Client], chance: random.Random) -> list[str]:
+    """Let clients and a worker use an index, and kill server and worker; return what was wrong."""
+    begun = [client.acknowledged for client in clients]
+    context = multiprocessing.get_context("fork")
+    go = context.Event()
+    worker = context.Process(target=learn, args=(folder, go))
+    worker.start()
+    with server(folder) as (process, port):
+        threads = [threading.Thread(target=client.work, args=(port,)) for client in clients]
+        for thread in threads:
+            thread.start()
+        # The moment is random once all are at work.
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not all(
+            client.is_ready and client.acknowledged > count
+            for client, count in zip(clients, begun, strict=True)
+        ):
+            time.sleep(0.01)
+        go.set()
+        time.sleep(chance.uniform(0.0, LONGEST))
+        os.kill(process, signal.SIGKILL)
+        was_alive = worker.is_alive()
+        worker.kill()
+    worker.join()
+    for thread in threads:
+        thread.join()
+    return [] if was_alive else ["the worker ended by itself"]
+
+
+def counted(values: list[str]) -> str:
+    """Return how often there is each value."""
+    return ", ".join(f"{values.count(value)} {value}" for value in sorted(set(values)))
+
+
+def render(rows: list[Row]) -> str:
+    wrong = [text for row in rows for text in row["wrong"]]
+    stages = [text for row in rows for text in row["stages"]]
+    outcomes = [text for row in rows for text in row["outcomes"]]
+    verdicts = [text for row in rows for text in row["verdicts"]]
+    total = {name: sum(row[name] for row in rows) for name in ("acknowledged", "lost", "marks")}
+    listed = "\n".join(f"- {text}" for text in wrong[:50])
     return page(f"""
         # A server that takes feedback and a worker that learns from it, killed at once
 
-        `python benchmarks/feedback_kills.py --count {raw["kills"]} --seed {raw["seed"]}`;
-        {raw["machine"]}.
+        `python benchmarks/feedback_kills.py`: {len(stages):,} times, SIGKILL ended a server and its
+        worker at a random moment, while users searched and marked hits over HTTP.
+        {total["acknowledged"]:,} requests with marks were acknowledged. After each kill the file
+        had every acknowledged mark once, with the value that was acknowledged last, and of a
+        request without an answer all marks or none; the next server got these requests again and
+        counted only what was new. At the end of each of {len(rows)} histories, an undisturbed
+        worker on a new index got the same feedback, and came to the same generations and the same
+        trials with heads, voters and verdicts, and served the same.
 
-        {raw["kills"]:,} times, SIGKILL ended a server and its worker at a random moment, while
-        users searched and marked hits over HTTP. {raw["acknowledged"]:,} requests with marks were
-        acknowledged. After each kill the file had every acknowledged mark once, with the value that
-        was acknowledged last, and of a request without an answer all marks or none; the next server
-        got these requests again and counted only what was new. At the end of each of
-        {raw["histories"]} histories an undisturbed worker, given the same feedback, came to the
-        same generations, the same trials with heads, voters and verdicts, and served the same.
+        **Differences: {len(wrong)}.** {total["marks"]:,} marks at the ends.
 
-        **Differences: {len(raw["wrong"])}.**
+        How far the worker was at the kills: {counted(stages)}. Verdicts of all trials:
+        {counted(verdicts)}.
 
-        How far the worker was at the kills: {counts["stages"]}. Verdicts of all trials:
-        {counts["verdicts"]}.
-
-        The last request of each client at the kill: {counts["outcomes"]} ("same either way": its
-        marks were there already). {raw["lost"]} requests named a search that was answered just
+        The last request of each client at the kill: {counted(outcomes)} ("same either way": its
+        marks were there already). {total["lost"]} requests named a search that was answered just
         before a kill, had no mark yet and had not been written; the server promises to keep none of
         these, and answered 404.
 
-        {wrong}
+        {listed}
     """)
 
 
-def counted(values: list[str]) -> dict[str, int]:
-    return {value: values.count(value) for value in sorted(set(values))}
-
-
 def main() -> None:
-    options = living.run_arguments(__doc__, count=200).parse_args()
+    parser = resume_arguments(__doc__)
+    parser.add_argument("--quick", action="store_true", help="see above")
+    options = parser.parse_args()
     one_thread()
-    with tempfile.TemporaryDirectory() as folder:
-        rows, histories = kills(options.count, options.seed, Path(folder))
-    raw = living.summary("kills", rows, options.seed)
-    raw["wrong"] += [text for row in histories for text in row["wrong"]]
-    raw["histories"] = len(histories)
-    raw["acknowledged"] = sum(row["acknowledged"] for row in rows)
-    raw["lost"] = sum(row["lost"] for row in rows)
-    raw["stages"] = counted([row["stage"] for row in rows])
-    raw["outcomes"] = counted([text for row in rows for text in row["outcomes"]])
-    raw["verdicts"] = counted(
-        [verdict or "open" for row in histories for verdict in row["verdicts"]]
-    )
-    raw["machine"] = machine()
-    living.conclude("feedback_kills", raw, render(raw), options.output)
+    with tempfile.TemporaryDirectory() as scratch:
+        new = Path(scratch) / "new"
+        alone(prepare, new, new=False)
+        if options.quick:
+            row = history(0, new, 4)
+            print(row)
+            sys.exit(bool(row["wrong"]))
+        kept = Kept("feedback_kills", options, ("history",))
+        for (number,) in kept.missing((number,) for number in range(KILLS)):
+            missing = KILLS - sum(len(row["stages"]) for row in kept.rows)
+            if missing <= 0:
+                break
+            kept.add(history(number, new, min(MOST, missing)))
+    kept.finish(render(kept.rows))
+    sys.exit(any(row["wrong"] for row in kept.rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import click
 from retrieval.cli import say, say_json
 from retrieval.cli.common import JSON, PATH, Number, command, loading
 from retrieval.cli.index import INDEX, opened_index, tell
-from retrieval.errors import StoreError
 
 if TYPE_CHECKING:
     from retrieval.feedback.record import FeedbackRecord
@@ -31,6 +30,7 @@ _DONE = ("waits", "learned nothing", "on trial")
 @INDEX
 @click.option(
     "--feedback-file",
+    "file",
     type=PATH,
     metavar="FILE",
     help="File of the feedback; by default feedback.sqlite in the folder INDEX.",
@@ -56,7 +56,7 @@ _DONE = ("waits", "learned nothing", "on trial")
 @JSON
 def learn(
     path: IndexPlace,
-    feedback_file: Path | None,
+    file: Path | None,
     follow: bool,
     every: float,
     learners: tuple[str, ...],
@@ -71,17 +71,11 @@ def learn(
     tried against its predecessor, which comes back if it is the better one.
     """
     with loading():
-        from retrieval.feedback.record import FEEDBACK_FILE, FeedbackRecord
+        from retrieval.feedback.record import FeedbackRecord, feedback_file
 
         from retrieval_feedback.worker import Worker
-    if feedback_file is None:
-        if not isinstance(path, Path):
-            raise StoreError(
-                f"The index {path} is not in a folder: name the file of its feedback,"
-                " --feedback-file FILE."
-            )
-        feedback_file = path / FEEDBACK_FILE
-    with opened_index(path) as index, FeedbackRecord.open(feedback_file) as record:
+    file = feedback_file(path, file)
+    with opened_index(path) as index, FeedbackRecord.open(file) as record:
         if status:
             _show(path, record, as_json)
             return

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import secrets
 import threading
 import time
 from base64 import urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -23,7 +21,6 @@ from retrieval.feedback.interleaving import load_head, team_draft
 from retrieval.feedback.record import (
     CLICKED,
     DISLIKED,
-    FEEDBACK_FILE,
     LIKED,
     MAX_HITS,
     FeedbackRecord,
@@ -121,9 +118,8 @@ class Feedback:
     def __init__(self, path: Path, settings: Settings) -> None:
         self._record = FeedbackRecord.open(path, create=True)
         self._settings = settings
-        self._queue = queue.SimpleQueue[Search]()
+        self._waiting: list[Search] = []
         self._writing = threading.Lock()
-        self._unwritten: list[Search] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feedback", daemon=True)
         self._challenger: Challenger | None = None
@@ -191,8 +187,8 @@ class Feedback:
                 teams=hits.teams,
             )
             # Without room, the search cannot be marked; it is answered all the same.
-            if self._queue.qsize() < _WAITING_SEARCHES:
-                self._queue.put(search)
+            if len(self._waiting) < _WAITING_SEARCHES:
+                self._waiting.append(search)
             noted.append(hits)
         return noted
 
@@ -203,19 +199,17 @@ class Feedback:
             StoreError: they cannot be written. If others only hold the lock, they wait on.
         """
         with self._writing:
-            with suppress(queue.Empty):
-                while len(self._unwritten) < _WAITING_SEARCHES:
-                    self._unwritten.append(self._queue.get_nowait())
-            if not self._unwritten:
+            searches = self._waiting[:]
+            if not searches:
                 return
             try:
-                self._record.note_searches(self._unwritten)
+                self._record.note_searches(searches)
             except StoreUnavailable:
                 raise
             except StoreError:
-                self._unwritten = []
+                del self._waiting[: len(searches)]
                 raise
-            self._unwritten = []
+            del self._waiting[: len(searches)]
 
     # Marks
 
@@ -355,21 +349,6 @@ def not_kept(error: StoreError) -> RequestError:
         return store_failed(error, _NOT_KEPT)
     report(error)
     return RequestError(503, _NO_ROOM, "disk")
-
-
-def feedback_path(place: object, settings: Settings) -> Path:
-    """Return the file of an index's feedback.
-
-    Raises:
-        StoreError: the index is not in a folder, and the settings name no file.
-    """
-    if settings.feedback_file is not None:
-        return settings.feedback_file
-    if isinstance(place, Path) and place.is_dir():
-        return place / FEEDBACK_FILE
-    raise StoreError(
-        f"The index {place} is not in a folder: name a file for its feedback, --feedback-file FILE."
-    )
 
 
 def base_vectors(bundle: Bundle, queries: Any) -> Floats32 | None:

@@ -26,6 +26,7 @@ from retrieval.base.machine import cores, default_threads, return_large_blocks
 from retrieval.base.runtime import Device
 from retrieval.bundle.probe import probe_fault
 from retrieval.errors import BundleError, DataError, MissingDependency, RetrievalError, StoreError
+from retrieval.feedback.record import FeedbackRecord, feedback_file
 from retrieval.index.index import Index, open_index
 from retrieval.store.address import INDEX_NAME, Address, index_name, place_of
 
@@ -96,6 +97,11 @@ def serve(
             "One file cannot hold the feedback of several indexes, whose items may have the same"
             " ids: with --feedback alone, each index has a file in its folder."
         )
+    if settings.feedback:
+        for source in sources.values():
+            # Without a file, no index is opened.
+            place = source.path if isinstance(source, Index) else place_of(source)
+            feedback_file(place, settings.feedback_file)
     parts = Parts(sources, settings, device, tuple(plugins))
     multiprocess = settings.processes > 1
     if multiprocess and (beside or any(isinstance(source, Index) for source in sources.values())):
@@ -228,7 +234,7 @@ class Parts:
         from retrieval.index.change_log import Audit
 
         from retrieval_server.app import Application
-        from retrieval_server.feedback import Feedback, feedback_path
+        from retrieval_server.feedback import Feedback
 
         keys = key_source(self.settings.keys)
         audit = None
@@ -244,7 +250,7 @@ class Parts:
                 reopen[name] = partial(self.open, source)
                 opened[name] = reopen[name]()
             if self.settings.feedback:
-                path = feedback_path(opened[name].path, self.settings)
+                path = feedback_file(opened[name].path, self.settings.feedback_file)
                 feedback[name] = Feedback(path, self.settings)
         return Application(opened, self.settings, keys, audit, reopen, feedback)
 
@@ -272,11 +278,8 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
     Raises:
         DataError: a process could not start, which ends the others.
     """
-    from retrieval.feedback.record import FeedbackRecord
     from uvicorn.config import STARTUP_FAILURE
     from uvicorn.supervisors import Multiprocess
-
-    from retrieval_server.feedback import feedback_path
 
     items = 0
     for place in parts.sources.values():
@@ -284,7 +287,8 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
         with parts.open(place) as index:
             items += len(index)
             if parts.settings.feedback:
-                FeedbackRecord.open(feedback_path(index.path, parts.settings), create=True).close()
+                path = feedback_file(index.path, parts.settings.feedback_file)
+                FeedbackRecord.open(path, create=True).close()
     with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
         # prometheus_client reads the variable when a process imports it.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder

@@ -45,8 +45,6 @@ MAX_UNJUDGED = 1_000_000
 """Searches without a mark that are kept; the oldest go first."""
 MAX_MARKS = 5_000_000
 _BUSY_MILLISECONDS = 5000
-_SEARCH_SECONDS = 1.0
-"""Time that a mark waits for its search, which another process may be about to write."""
 _CHUNK = 10_000
 """Searches that one transaction deletes."""
 _as_json = json.JSONEncoder(ensure_ascii=False).encode
@@ -334,7 +332,7 @@ class FeedbackRecord:
         replace a like or dislike. When this returns, the marks survive a power cut.
 
         Args:
-            search_id: id of the search. It may be written up to a second later.
+            search_id: id of the search.
             voter: who marks.
             marks: mark of each item: `LIKED`, `DISLIKED` or `CLICKED`.
 
@@ -346,12 +344,6 @@ class FeedbackRecord:
         """
         if len(marks) > MAX_HITS:
             raise DataError(f"{len(marks):,} items are marked at once; at most {MAX_HITS:,} may.")
-        n, hits = self._search(search_id)
-        if strangers := [item for item in marks if not item or item not in hits]:
-            raise DataError(
-                f"Not among the hits that search {search_id} returned: {some(strangers)}. Mark"
-                " hits of the search."
-            )
         sql = (
             "insert into marks values (?, ?, ?, ?, ?) on conflict do update"
             " set mark = excluded.mark, at = excluded.at where mark <> excluded.mark"
@@ -359,10 +351,19 @@ class FeedbackRecord:
         )
         now = time.time()
         with self._writing() as connection:
-            # The search may have been forgotten since it was read.
-            known = value(connection, "select 1 from searches where n = ?", (n,))
-            if known is None:
-                raise _unknown(search_id)
+            row = value(connection, "select n, hits from searches where id = ?", (search_id,))
+            if row is None:
+                raise UnknownSearch(
+                    f"There is no search {search_id}. It was never answered here, was forgotten, or"
+                    " is older than searches are kept."
+                )
+            n = row[0]
+            hits = set(json.loads(row[1]))
+            if strangers := [item for item in marks if not item or item not in hits]:
+                raise DataError(
+                    f"Not among the hits that search {search_id} returned: {some(strangers)}. Mark"
+                    " hits of the search."
+                )
             if value(connection, "select count from counts") + len(marks) > MAX_MARKS:
                 raise NoRoom(
                     f"The feedback {self.path} has {MAX_MARKS:,} marks, which is the most."
@@ -380,18 +381,6 @@ class FeedbackRecord:
         with self._reading() as connection:
             sql = "select 1 from searches where id = ?"
             return value(connection, sql, (search_id,)) is not None
-
-    def _search(self, search_id: str) -> tuple[int, set[str]]:
-        """Return the number and hits of a search, waiting for it if it is not there yet."""
-        end = time.monotonic() + _SEARCH_SECONDS
-        while True:
-            with self._reading() as connection:
-                row = value(connection, "select n, hits from searches where id = ?", (search_id,))
-            if row is not None:
-                return row[0], set(json.loads(row[1]))
-            if time.monotonic() > end:
-                raise _unknown(search_id)
-            time.sleep(0.05)
 
     def judged(
         self, base: str | None = None, after: int = 0, limit: int = -1
@@ -636,6 +625,26 @@ class FeedbackRecord:
             yield
 
 
+def feedback_file(place: object, file: Path | None = None) -> Path:
+    """Return the file of an index's feedback: `file` if it is named.
+
+    Args:
+        place: the index's folder, or its address.
+        file: the file that the user named, if any.
+
+    Raises:
+        StoreError: the index is not in a folder, and no file is named.
+    """
+    if file is not None:
+        return file
+    if isinstance(place, Path):
+        return place / FEEDBACK_FILE
+    raise StoreError(
+        f"The index {place} is not in a folder: name the file of its feedback, --feedback-file"
+        " FILE."
+    )
+
+
 def _create(path: Path) -> None:
     """Write an empty file of feedback, whole or not at all, unless another process did."""
     with scratch_folder(path.parent, f".{path.name}.", ".part") as folder:
@@ -650,13 +659,6 @@ def _create(path: Path) -> None:
                 path.with_name(path.name + end).unlink(missing_ok=True)
             fresh.rename(path)
     sync(path.parent)
-
-
-def _unknown(search_id: str) -> UnknownSearch:
-    return UnknownSearch(
-        f"There is no search {search_id}. It was never answered here, was forgotten, or is older"
-        " than searches are kept."
-    )
 
 
 def _repair(path: Path) -> str:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -84,8 +83,7 @@ def test_a_search_is_kept_as_it_was_answered(record):
     assert [entry.n for entry in record.judged(limit=1)] == [first.n]
 
 
-def test_unknown_searches_and_items_that_were_not_shown_are_refused(record, monkeypatch):
-    monkeypatch.setattr(record_module, "_SEARCH_SECONDS", 0.1)
+def test_unknown_searches_and_items_that_were_not_shown_are_refused(record):
     record.note_searches([search("a")])
     with pytest.raises(UnknownSearch, match="There is no search b"):
         record.add("b", "shop", {"item1": LIKED})
@@ -97,16 +95,8 @@ def test_unknown_searches_and_items_that_were_not_shown_are_refused(record, monk
     assert record.judged() == []
 
 
-def test_a_mark_waits_for_its_search(record):
-    timer = threading.Timer(0.3, lambda: record.note_searches([search("late")]))
-    timer.start()
-    assert record.add("late", "shop", {"item1": LIKED}) == 1
-    timer.join()
-
-
 def test_the_oldest_searches_without_marks_go_when_there_are_too_many(record, monkeypatch):
     monkeypatch.setattr(record_module, "MAX_UNJUDGED", 20)
-    monkeypatch.setattr(record_module, "_SEARCH_SECONDS", 0)
     record.note_searches(search(f"s{n}") for n in range(10))
     record.add("s0", "shop", {"item1": LIKED})
     for start in range(10, 60, 10):

@@ -30,16 +30,17 @@ def qdrant(monkeypatch):
     return "qdrant://memory"
 
 
-@pytest.fixture
-def postgres(tmp_path_factory, monkeypatch):
+@pytest.fixture(scope="module")
+def postgres(tmp_path_factory):
     """A database of a new Postgres server."""
     pytest.importorskip("psycopg", reason="the extra `postgres` is not installed")
     from postgres_server import PostgresServer
 
     server = PostgresServer(tmp_path_factory.mktemp("postgres"))
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield "postgresql:///postgres"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield "postgresql:///postgres"
     server.stop()
 
 
