@@ -163,7 +163,7 @@ def render(raw: living.Row) -> str:
 
         {raw["cases"]:,} times one file of a living index, whose writer had been killed, was changed
         or cut off. The index was then opened and compared with a model in memory: ids, labels,
-        metadata, arrays, originals, counts, generations, filters, neighbours and words.
+        metadata, arrays, originals, counts, generations, filters and neighbours.
 
         **Silently wrong answers: {totals["silent"]}. Crashes: {totals["crash"]}.** Refused with a
         sentence: {totals["refused"]:,}. Right answers only, because the damaged part is unused or

@@ -146,8 +146,7 @@ def render(raw: living.Row) -> str:
         {raw["kills"]:,} writers of a living index were killed by SIGKILL after
         {raw["acknowledged"]:,} acknowledged calls. After each kill another process opened the index
         and compared ids, labels, metadata, arrays, originals, counts, generations, filters,
-        neighbours, words and snapshots with a model in memory, and the files with the index's
-        record.
+        neighbours and snapshots with a model in memory, and the files with the index's record.
 
         **Differences: {len(raw["wrong"])}.**
 

@@ -12,7 +12,7 @@ place by BM25. Places begin at 1, equal items share the first of their places, a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
@@ -209,27 +209,29 @@ class _Search:
         propose = self.index.store.propose
         return nearest_hits(propose, self.bundle, vectors, codes, self.query, filter, k)
 
-    def _fused(self, row: int, filter: Filter | None) -> list[Hit]:
+    def _fused(self, row: int, filter: Filter | None, depth: int) -> list[Hit]:
         """Return the hits of a text by vectors and words, the one with the largest score first."""
         store = self.index.store
         (nearest,) = self.nearest(slice(row, row + 1), filter, FUSED)
         hits = {hit.id: hit for hit in nearest}
         fitting = dict(store.search_words(self.texts[row], FUSED, filter=filter, also=list(hits)))
-        missing = fitting.keys() - hits.keys()
-        hits |= {hit.id: hit for hit in self._measured(row, sorted(missing))}
-        scores = dict.fromkeys(hits, 0.0)
+        scores = defaultdict[str, float](float)
         for ids, costs, weight in (
-            ([hit.id for hit in nearest], [hit.distance for hit in nearest], 1 - self.words),
+            (hits, [hit.distance for hit in nearest], 1 - self.words),
             (fitting, [-score for score in fitting.values()], self.words),
         ):
             # Both ascend, so the first place of an equal cost is where it would be inserted.
             places = 1 + np.searchsorted(costs, costs)
             for id, score in zip(ids, (weight / (_RANK_CONSTANT + places)).tolist(), strict=True):
-                # An item may have been deleted since its words were found.
-                if id in scores:
-                    scores[id] += score
-        order = sorted(hits, key=lambda id: (-scores[id], id))
-        return [hits[id]._replace(score=scores[id]) for id in order]
+                scores[id] += score
+        order = sorted(scores, key=lambda id: (-scores[id], id))
+        if self.query.group_by is None and self.query.max_distance is None:
+            # No option passes over hits, so the others need not be read.
+            order = order[:depth]
+        missing = [id for id in order if id not in hits]
+        hits |= {hit.id: hit for hit in self._measured(row, missing)}
+        # An item may have been deleted since its words were found.
+        return [hits[id]._replace(score=scores[id]) for id in order if id in hits]
 
     def _measured(self, row: int, ids: Sequence[str]) -> list[Hit]:
         """Return the items of some ids as hits of a query, with their distances if they have any.
@@ -263,7 +265,9 @@ class _Search:
                     " offset smaller, or set words to 0."
                 )
             rows = range(len(self.excluded))
-            return [self._choice(row, filter, depth, self._fused(row, filter)) for row in rows]
+            return [
+                self._choice(row, filter, depth, self._fused(row, filter, depth)) for row in rows
+            ]
         step = max(1, _HITS_AT_ONCE // depth)
         choices = []
         for start in range(0, len(self.excluded), step):
