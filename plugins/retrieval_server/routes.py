@@ -41,9 +41,10 @@ from retrieval_server import request_bodies
 from retrieval_server.access import Caller, needed_role
 from retrieval_server.decoder_processes import Kind as PictureKind
 from retrieval_server.feedback import FeedbackBody, NotedHits, voter_of
+from retrieval_server.forms import Body, BodyMemory, Kind
 from retrieval_server.openapi import OPERATIONS, document
 from retrieval_server.problems import RequestError, busy, no_item, refuse_other_bundle
-from retrieval_server.request_bodies import Body, BodyMemory, Kind, Query
+from retrieval_server.request_bodies import Query
 from retrieval_server.served_index import Served
 from retrieval_server.settings import (
     BATCH_BYTES,

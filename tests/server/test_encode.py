@@ -9,9 +9,10 @@ import wire
 from retrieval.bundle.bundle import Bundle
 from retrieval.index.index import Index
 
+from retrieval_server.forms import Body
 from retrieval_server.keys import add_key, new_key
 from retrieval_server.problems import RequestError
-from retrieval_server.request_bodies import Body, embeddings_of
+from retrieval_server.request_bodies import embeddings_of
 
 ENCODE, EMBEDDINGS = "/v1/encode", "/v1/embeddings"
 PNG = {"Content-Type": "image/png"}

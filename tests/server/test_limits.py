@@ -18,8 +18,8 @@ import wire
 from retrieval.index.index import create_index
 from starlette.requests import ClientDisconnect, Request
 
+from retrieval_server.forms import Body, BodyMemory, read_form
 from retrieval_server.problems import RequestError
-from retrieval_server.request_bodies import Body, BodyMemory, read_form
 from retrieval_server.server import KEEP_ALIVE_SECONDS
 
 LIVE = wire.get("/livez")
