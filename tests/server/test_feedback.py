@@ -276,6 +276,17 @@ def test_a_search_is_not_explored_if_the_trial_or_the_operator_says_so(why, serv
     assert all(ids_of(answer) == ids_of(plain[0]) for answer in plain)
 
 
+def test_a_search_for_words_is_noted_and_not_explored(served, living):
+    begin(living)
+    with open_index(living) as index:
+        index.keep_words(progress=False)
+    client = served(living, "--feedback", "--explore", "1").client
+    answer = client.post("/v1/search", json={"text": "3", "k": 5}).json()
+    assert "explored" not in answer and {hit["label"] for hit in answer["results"]} == {"3"}
+    mark(client, search_id=answer["search_id"], liked=ids_of(answer)[:1])
+    assert search(client)["explored"]
+
+
 def test_an_adapter_is_explored_over_the_vectors_of_its_base(served, living, photos, tmp_path):
     with open_index(living, threads=1) as index:
         base = index.bundle

@@ -254,6 +254,7 @@ def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(frozen, b
     writable, widths = tmp_path / "outer" / "index", widths_of(bundle)
     with LocalStore(writable, upkeep=False) as store:
         store.upsert(items(range(20)), bundle.sha256)
+        store.keep_words()
     before = sorted(path.name for path in writable.iterdir())
     only_read = r"index is read-only here, and cannot be written to\.$"
     no_writes = "cannot be written: Read-only file system"
@@ -262,12 +263,15 @@ def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(frozen, b
         def sees(count: int) -> None:
             ((item,),) = reader.search(VECTORS[count - 1 : count], 1, bundle.sha256)
             assert (reader.count(), item.id) == (count, f"id{count - 1}")
+            found = reader.search_words(str(count - 1), 1)
+            assert [id for id, _ in found] == [item.id]
 
         sees(20)
         for refused, says in (
             (lambda: reader.upsert(items(range(30)), bundle.sha256), only_read),
             (lambda: reader.delete(["id0"]), only_read),
             (reader.compact, only_read),
+            (lambda: reader.set_note(reader.generations()[0], "note", b""), only_read),
             (lambda: reader.drop(reader.generations()[0]), only_read),
             (lambda: reader.snapshot(frozen.parent / "copy"), f"view/copy {no_writes}"),
             (lambda: create_local(frozen.parent / "new", bundle, widths), f"view/new {no_writes}"),
