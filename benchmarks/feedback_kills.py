@@ -47,22 +47,26 @@ from retrieval.feedback.record import CLICKED, DISLIKED, FEEDBACK_FILE, LIKED, F
 from retrieval.index.index import open_index
 from retrieval.index.integrity import check_index
 from retrieval.store import local
+from retrieval.store.local import LocalStore
 
 from bench import Kept, Row, alone, one_thread, page, resume_arguments
 from feedback import Users, loaded, make_index
+from retrieval_feedback.heads import head_of, learned
 from retrieval_feedback.worker import Worker
 
 KILLS = 200
-MOST = 20
+MOST = 40
 """Kills of a history."""
 MARKERS, PAGES = 3, 5
 """Users who change their marks, and the pages of each."""
 USERS = 60
 SHOWN = 10
-PAUSE = 0.02
+PAUSE = 0.05
 """Seconds between two searches of a client."""
-LONGEST = 4.0
-"""Seconds from the start until both are killed, at most."""
+LONGEST = 2.0
+"""Seconds from the start until both are killed, at most, in the first kill of a history. The time
+grows by half while the worker gets no further, and shrinks by half when it does.
+"""
 LEARNERS = ("feedback.low_rank", "feedback.diagonal")
 DONE = ("waits", "learned nothing", "on trial")
 """Actions after which a worker can do no more without new feedback."""
@@ -287,15 +291,26 @@ def kept_marks(folder: Path) -> tuple[dict[Key, int], list[str]]:
 
 def stage(folder: Path) -> str:
     """Return how far the worker is."""
-    with opened(folder) as record, open_index(folder, threads=1) as index:
+    with opened(folder) as record, LocalStore(folder, upkeep=False) as store:
         trials = record.trials()
-        if any(generation.state == "building" for generation in index.store.generations()):
+        if any(generation.state == "building" for generation in store.generations()):
             return "a generation is built"
     if not trials:
         return "before the first trial"
     if trials[-1].verdict is not None:
         return f"{trials[-1].kind} {trials[-1].verdict}"
     return f"{trials[-1].kind} is open"
+
+
+def warm() -> None:
+    """Import what servers and workers need, so that their forks do not spend their time on it."""
+    import faiss  # noqa: F401
+    import uvicorn  # noqa: F401
+
+    import retrieval_server.server  # noqa: F401
+
+    triplets = np.random.default_rng(0).normal(size=(200, 3, 8)).astype(np.float32)
+    head_of(learned(LEARNERS[0], triplets), triplets[:, 0])
 
 
 # What comes out
@@ -386,15 +401,17 @@ def history(number: int, new: Path, most: int) -> Row:
         killed, other = Path(scratch) / "killed" / "index", Path(scratch) / "undisturbed" / "index"
         for folder in (killed, other):
             shutil.copytree(new, folder.parent)
+        longest = LONGEST
         while len(stages) < most and "probation" not in "".join(stages):
-            wrong += kill(killed, clients, chance)
+            wrong += kill(killed, clients, chance.uniform(0.0, longest))
             kept, faults = kept_marks(killed)
             wrong += faults
             outcomes += [client.settle(kept) for client in clients]
             known = set[str]().union(*(client.searches for client in clients))
             if strangers := {search for search, _, _ in kept} - known:
                 wrong.append(f"marks of unknown searches: {sorted(strangers)[:3]}")
-            stages.append(alone(stage, killed, new=False))
+            stages.append(stage(killed))
+            longest *= 1.5 if stages[-2:] == stages[-1:] * 2 else 1 / 1.5
         ends = [alone(end_of, killed, new=False)]
         alone(repeat, killed, other, new=False)
         ends.append(alone(end_of, other, new=False))
@@ -417,8 +434,12 @@ def history(number: int, new: Path, most: int) -> Row:
     }
 
 
-def kill(folder: Path, clients: list[Client], chance: random.Random) -> list[str]:
-    """Let clients and a worker use an index, and kill server and worker; return what was wrong."""
+def kill(folder: Path, clients: list[Client], seconds: float) -> list[str]:
+    """Let clients and a worker use an index; kill server and worker after some seconds.
+
+    Returns:
+        What was wrong.
+    """
     begun = [client.acknowledged for client in clients]
     context = multiprocessing.get_context("fork")
     go = context.Event()
@@ -428,7 +449,7 @@ def kill(folder: Path, clients: list[Client], chance: random.Random) -> list[str
         threads = [threading.Thread(target=client.work, args=(port,)) for client in clients]
         for thread in threads:
             thread.start()
-        # The moment is random once all are at work.
+        # The time begins once all are at work.
         end = time.monotonic() + 60
         while time.monotonic() < end and not all(
             client.is_ready and client.acknowledged > count
@@ -436,7 +457,7 @@ def kill(folder: Path, clients: list[Client], chance: random.Random) -> list[str
         ):
             time.sleep(0.01)
         go.set()
-        time.sleep(chance.uniform(0.0, LONGEST))
+        time.sleep(seconds)
         os.kill(process, signal.SIGKILL)
         was_alive = worker.is_alive()
         worker.kill()
@@ -459,7 +480,7 @@ def render(rows: list[Row]) -> str:
     total = {name: sum(row[name] for row in rows) for name in ("acknowledged", "lost", "marks")}
     listed = "\n".join(f"- {text}" for text in wrong[:50])
     return page(f"""
-        # A server that takes feedback and a worker that learns from it, killed at once
+        # Feedback while server and worker are killed
 
         `python benchmarks/feedback_kills.py`: {len(stages):,} times, SIGKILL ended a server and its
         worker at a random moment, while users searched and marked hits over HTTP.
@@ -492,6 +513,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         new = Path(scratch) / "new"
         alone(prepare, new, new=False)
+        warm()
         if options.quick:
             row = history(0, new, 4)
             print(row)
