@@ -71,10 +71,7 @@ Row: TypeAlias = dict[str, Any]
 def loaded(name: str, package: Path) -> tuple[Array, Array, Array]:
     """Return base vectors (N, P) of a set, its labels, and its hidden taste, as numbers (N,)."""
     if name == "glyphs":
-        import recipes
-
-        drawn, names, _ = recipes.glyphs(package)
-        images, labels = np.stack(drawn), np.array(names)
+        images, labels = pictures.glyphs()
     else:
         images, labels = pictures.load(name, package, ICONS)
     labels = np.unique(labels, return_inverse=True)[1]
@@ -84,7 +81,7 @@ def loaded(name: str, package: Path) -> tuple[Array, Array, Array]:
     if name == "digits":
         return (images.reshape(len(images), -1) / 255).astype(np.float32), labels, taste
     if name == "glyphs":
-        taste = rows % len(recipes.FACES) % 4 % 2
+        taste = rows % len(pictures.FACES) % 4 % 2
     elif name == "icons":
         taste = rows % len(pictures.WEIGHTS)
     return embedded(name, images, labels), labels, taste
