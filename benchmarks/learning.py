@@ -4,7 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/learning.py --quick    # a tenth of it, keeps nothing
 
 *sticky* voters always click the same places, and most imitate the one before; the challenger is not
-better. A voter of *gain* g prefers the challenger's hits in (1 + g) / 2 of the searches. The time
+better. A voter of *gain* g prefers the challenger's hits in (1 + g) / 2 of the searches. *watch* is
+of what was proven with a mean outcome of .3, so it must keep .15: outcomes of ½ or −½ whose mean is
+the *gain*, after 100 searches in which it was .3. The time
 is CPU time of one thread, from a record of 25,000 searches of 2,000 voters over Fashion-MNIST's
 vectors (`feedback.py`; 128 numbers), with four clicks each.
 """
@@ -22,13 +24,17 @@ from threadpoolctl import threadpool_limits
 
 from bench import Kept, markdown, one_thread, page, resume_arguments
 from feedback import LEARNERS, loaded, make_index
-from retrieval_feedback.gate import SEARCHES, by_teams, level, weigh
+from retrieval_feedback.gate import ALARM, by_teams, level, weigh
 from retrieval_feedback.worker import Worker
 
 HITS = tuple("abcdefghij")
 CASES = (("sticky", 0.0, 60), ("even", 0.0, 400), ("gain", 0.3, 60), ("gain", 0.2, 120))
 CASES += (("gain", 0.1, 400), ("gain", -0.2, 100))
+WATCHES = (("watch", 0.3, 200), ("watch", 0.15, 200), ("watch", 0.0, 200), ("watch", -0.3, 200))
 TRIALS, MARKED = 2000, 25_000
+SEARCHES = 4
+"""Searches of each simulated judge."""
+WATCHED, BEFORE, LONG = 0.15, 100, 1000
 Row = dict[str, Any]
 
 
@@ -66,6 +72,25 @@ def gate(kind: str, gain: float, voters: int, trials: int) -> Row:
         "better": verdicts.count("better"),
         "refused": verdicts.count("refused"),
         "searches": float(np.median(searches)) if searches else None,
+    }
+
+
+def watch(gain: float, voters: int, trials: int) -> Row:
+    """Return how often a watch raises an alarm within `LONG` searches, and after how many."""
+    delays = []
+    for seed in range(trials):
+        rng = np.random.default_rng(seed)
+        leads = np.repeat([2 * WATCHED, gain], [BEFORE, LONG])
+        values = np.where(rng.random(len(leads)) < 0.5 + leads, -0.5, 0.5).tolist()
+        outcomes = [(f"v{rng.integers(voters)}", value) for value in values]
+        evidence = weigh(outcomes, 1 / ALARM, watched=WATCHED)
+        if evidence.verdict == "better":
+            delays.append(evidence.searches - BEFORE)
+    return {
+        "trials": trials,
+        "alarms": len(delays),
+        "early": sum(delay <= 0 for delay in delays),
+        "searches": float(np.median(delays)) if delays else None,
     }
 
 
@@ -114,7 +139,16 @@ def render(rows: list[Row]) -> str:
             f"{row['searches']:,.0f}" if row["searches"] else "",
         ]
         for row in rows
-        if row["kind"] != "speed"
+        if row["kind"] not in ("speed", "watch")
+    ]
+    watches = [
+        [
+            f"{row['gain']:+g}",
+            f"{row['alarms'] / row['trials']:.1%}",
+            f"{row['searches']:,.0f}" if row["searches"] else "",
+        ]
+        for row in rows
+        if row["kind"] == "watch"
     ]
     told = next((row for row in rows if row["kind"] == "speed"), None)
     speed_line = ""
@@ -133,6 +167,12 @@ def render(rows: list[Row]) -> str:
 
         {markdown(["voters", "gain", "judges", "better", "refused", "searches"], table)}
 
+        As many simulated watches of what was proven with a lead of .3, which must keep .15. After
+        {BEFORE} searches the *lead* is another one; *alarms* is the share of watches that take it
+        back within {LONG:,} searches from then, *searches* the median until then.
+
+        {markdown(["lead", "alarms", "searches"], watches)}
+
         {speed_line}
     """)
 
@@ -143,11 +183,17 @@ def main() -> None:
     options = parser.parse_args()
     one_thread()
     if options.quick:
-        print(*(gate(*case, TRIALS // 10) for case in CASES), speed(MARKED // 10), sep="\n")
+        print(*(gate(*case, TRIALS // 10) for case in CASES), sep="\n")
+        print(*(watch(*case[1:], TRIALS // 10) for case in WATCHES), speed(MARKED // 10), sep="\n")
         return
     kept = Kept("learning", options, ("kind", "gain", "voters"))
-    for kind, gain, voters in kept.missing([*CASES, ("speed", 0.0, 2000)]):
-        result = speed(MARKED) if kind == "speed" else gate(kind, gain, voters, TRIALS)
+    for kind, gain, voters in kept.missing([*CASES, *WATCHES, ("speed", 0.0, 2000)]):
+        if kind == "speed":
+            result = speed(MARKED)
+        elif kind == "watch":
+            result = watch(gain, voters, TRIALS)
+        else:
+            result = gate(kind, gain, voters, TRIALS)
         kept.add({"kind": kind, "gain": gain, "voters": voters, **result})
     kept.finish(render(kept.rows))
 

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/learning_kills.py --quick    # four kills, keeps nothing
 
 An index of digits with feedback of 60 simulated users stands before one of two steps: to learn and
-to open a trial, or to switch and to open the probation. A worker is killed after a random time, up
+to open a trial, or to switch and to open the watch. A worker is killed after a random time, up
 to once three times while it works; then a worker does the rest. Generations, what is served,
 trials, their heads and verdicts must be those of a worker that nobody killed.
 """
@@ -42,12 +42,13 @@ Row = dict[str, Any]
 def play(index: Index, record: FeedbackRecord, users: Users, searches: int, seed: int) -> None:
     """Note searches and clicks as a server does that explores every search."""
     served = index.follow()
-    trial = record.open_trial()
+    trials = record.open_trials()
     for number in range(searches):
         user, query = users.query()
         near = index.search(users.vectors[query], 51)
         hits = [hit.id for hit in near if hit.id != str(query)]
         teams = challenger = ""
+        trial = next((trial for trial in trials if users.rng.random() < trial.share), None)
         if trial is not None:
             rows = load_head(trial.head)(users.vectors[[query, *map(int, hits)]])
             order = np.argsort(((rows[1:] - rows[0]) ** 2).sum(axis=1), kind="stable")

@@ -67,8 +67,8 @@ def learn(
     """Learn a better metric for INDEX from the feedback of its users, and serve it once proven.
 
     'retrieval serve INDEX --feedback' collects the feedback. What is learned is tried on searches
-    of others than those it learned from, and served only if it is better beyond doubt; then it is
-    tried against its predecessor, which comes back if it is the better one.
+    of others than those it learned from, and served only if it is better beyond doubt. What is
+    served stays on trial against the model alone, which comes back if the lead is lost.
     """
     with loading():
         from retrieval.feedback.record import FeedbackRecord, feedback_file

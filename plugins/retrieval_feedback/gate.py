@@ -4,32 +4,35 @@ Gamblers who start with a wealth of 1 bet on each judged search that the challen
 bet is fixed before the search. If the challenger is not better, no gambler can expect to gain, and
 the chance that their wealth *ever* reaches 1/α is at most α (Ville's inequality), whenever and
 however often somebody looks (Waudby-Smith & Ramdas, "Estimating means of bounded random variables
-by betting", JRSS-B 2024). Voters are bounded, not trusted: whatever a voter does, wealth with them
-is at most e^`STAKE` times wealth without them.
+by betting", JRSS-B 2024). Voters are bounded, not trusted: whatever a voter does, and however often
+they search, wealth with them is at most twice, and at least half of what it is without them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from retrieval.feedback.record import DISLIKED
 
 ALPHA = 0.05
 """Chance of ever switching, among all trials over one base, to what is not better."""
-STAKE = 1.0
-"""Most that the logarithm of wealth can gain through one voter."""
-SEARCHES = 4
-"""Searches of a voter that count in a trial, the first ones."""
-SHARES = (0.25, 0.5, 1.0)
-"""Shares of the stake that the gamblers bet; wealth is their mean, so small gains count as well."""
-REFUSED = 10.0
-"""Wealth of those who bet on the incumbent at which the challenger is refused."""
+ALARM = 20
+"""Searches between two false alarms of a watch, on average, or more."""
+CAP = 2.0
+"""Most by which one voter multiplies or divides wealth."""
+SHARES = (0.1, 0.25, 0.5)
+"""Shares of their wealth that the gamblers bet; wealth is their mean, so small gains count as well.
+"""
+LOST = 0.15
+"""Wealth below which the challenger is refused: it makes room for one that learned more."""
 MOST_SEARCHES = 2000
 """Counted searches without a decision after which the challenger is refused."""
+WHOLE = 4
+"""Lead in credits with which a page is won altogether; a smaller lead wins a part."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class Evidence:
         voters: number of their voters.
         wins: number of searches that the challenger won.
         losses: number that the incumbent won; the others are ties.
-        wealth: wealth of the gamblers who bet on the challenger.
-        against: wealth of the gamblers who bet on the incumbent.
+        lead: mean outcome.
+        wealth: wealth of the gamblers.
         needed: wealth at which the challenger is better beyond doubt.
         verdict: "better", "refused", or "open".
     """
@@ -51,8 +54,8 @@ class Evidence:
     voters: int
     wins: int
     losses: int
+    lead: float
     wealth: float
-    against: float
     needed: float
     verdict: Literal["better", "refused", "open"]
 
@@ -66,61 +69,103 @@ def level(number: int, alpha: float = ALPHA) -> float:
     return alpha / (number * (number + 1))
 
 
-def weigh(outcomes: Iterable[tuple[str, float]], alpha: float) -> Evidence:
+def weigh(
+    outcomes: Iterable[tuple[str, float]], alpha: float, *, watched: float | None = None
+) -> Evidence:
     """Bet on outcomes in the order in which they came, until the first verdict.
 
+    A watch asks whether what is served has lost its lead over the challenger. Its gamblers bet that
+    the incumbent leads by less than `watched`, and begin anew whenever their wealth falls below 1:
+    what was long ago says nothing of today. That is an e-detector (Shin, Ramdas & Rinaldo,
+    "E-detectors: a nonparametric framework for sequential change detection", 2023): as long
+    as the incumbent leads by that much, 1/α searches or more pass on average before an alarm.
+
     Args:
-        outcomes: voter and outcome of each judged search: above 0 if the challenger won, below 0 if
-            the incumbent did. Only the sign counts.
+        outcomes: voter and outcome of each judged search, from -1 to 1: above 0 if the challenger
+            won, below 0 if the incumbent did.
         alpha: error rate of the trial.
+        watched: for a watch, the mean outcome for the incumbent, from 0 to 1, that it must keep.
     """
-    voters: list[str] = []
-    signs: list[float] = []
-    counted: Counter[str] = Counter()
-    for voter, outcome in outcomes:
-        counted[voter] += 1
-        if counted[voter] <= SEARCHES and len(voters) < MOST_SEARCHES:
-            voters.append(voter)
-            signs.append(float(np.sign(outcome)))
-    bets = np.array(SHARES) * STAKE / SEARCHES
-    # (2, T): the wealth of both sides after each search.
-    won = np.array(signs) * np.array([[1.0], [-1.0]])
-    wealth = np.exp(np.log1p(won[..., None] * bets).cumsum(axis=1)).mean(axis=2)
-    verdicts = np.where(wealth[0] >= 1 / alpha, 1, np.where(wealth[1] >= REFUSED, -1, 0))
-    decided = np.flatnonzero(verdicts)
-    end = len(signs)
+    pairs = list(outcomes)
+    if watched is None:
+        pairs = pairs[:MOST_SEARCHES]
+    voters = [voter for voter, _ in pairs]
+    values = np.array([outcome for _, outcome in pairs])
+    if watched is None:
+        wealth = _wealth(voters, values)
+        decided = (wealth >= 1 / alpha) | (wealth < LOST)
+    else:
+        wealth = _wealth(voters, (values + watched) / (1 + watched), anew=True)
+        decided = wealth >= 1 / alpha
+    end = len(pairs)
+    if decided.any():
+        end = int(decided.argmax()) + 1
+    last = float(wealth[end - 1]) if end else 1.0
     verdict: Literal["better", "refused", "open"] = "open"
-    if len(decided):
-        end = int(decided[0]) + 1
-        verdict = "better" if verdicts[end - 1] > 0 else "refused"
-    elif end == MOST_SEARCHES:
+    if last >= 1 / alpha:
+        verdict = "better"
+    elif watched is None and (last < LOST or end == MOST_SEARCHES):
         verdict = "refused"
-    ahead, behind = wealth[:, end - 1].tolist() if end else (1.0, 1.0)
+    counted = values[:end]
     return Evidence(
         searches=end,
         voters=len(set(voters[:end])),
-        wins=signs[:end].count(1.0),
-        losses=signs[:end].count(-1.0),
-        wealth=ahead,
-        against=behind,
+        wins=int((counted > 0).sum()),
+        losses=int((counted < 0).sum()),
+        lead=float(counted.mean()) if end else 0.0,
+        wealth=last,
         needed=1 / alpha,
         verdict=verdict,
     )
 
 
-def by_teams(hits: Sequence[str], teams: str, marks: Mapping[str, int]) -> float:
-    """Return the challenger's credit less the incumbent's in an interleaved search.
+def _wealth(
+    voters: Sequence[str], payoffs: NDArray[np.float64], anew: bool = False
+) -> NDArray[np.float64]:
+    """Return the mean wealth (T,) of the gamblers after each search.
 
-    A liked or clicked hit is a credit for the team that chose it, a disliked one a debit. Team
-    draft shares each pair of places among the teams by a coin (Radlinski, Kurup & Joachims, "How
-    does clickthrough data reflect retrieval quality?", CIKM 2008), so whoever does not know the
-    teams and marks by place or at random favours none.
+    Args:
+        voters: voter of each search.
+        payoffs: (T,), from -1 to 1, what a bet of 1 gains.
+        anew: whether gamblers begin anew when their wealth falls below 1.
     """
-    credit = {"c": 0, "i": 0}
-    for hit, team in zip(hits, teams, strict=True):
-        if hit in marks:
-            credit[team] += -1 if marks[hit] == DISLIKED else 1
-    return float(credit["c"] - credit["i"])
+    paths = np.ones((len(SHARES), len(voters)))
+    for share, path in zip(SHARES, paths, strict=True):
+        wealth = 1.0
+        factors: dict[str, float] = {}
+        for number, (voter, payoff) in enumerate(zip(voters, payoffs.tolist(), strict=True)):
+            factor = factors.get(voter, 1.0)
+            # Whatever comes, the voter's factor stays between 1 / CAP and CAP.
+            bet = max(0.0, min(share, CAP / factor - 1, 1 - 1 / (CAP * factor)))
+            factors[voter] = factor * (1 + bet * payoff)
+            wealth *= 1 + bet * payoff
+            if anew and wealth < 1:
+                wealth = 1.0
+                factors = {}
+            path[number] = wealth
+    mean: NDArray[np.float64] = paths.mean(axis=0)
+    return mean
+
+
+def by_teams(hits: Sequence[str], teams: str, marks: Mapping[str, int]) -> float:
+    """Return by how much the challenger won an interleaved search, from -1 to 1.
+
+    A liked or clicked hit is a credit for the team that chose it; a disliked one, and one that was
+    skipped above the last liked or clicked one, a debit. Team draft shares each pair of places
+    among the teams by a coin (Radlinski, Kurup & Joachims, "How does clickthrough data reflect
+    retrieval quality?", CIKM 2008), so whoever does not know the teams and marks by place or at
+    random favours none.
+    """
+    is_wanted = [marks.get(hit, DISLIKED) != DISLIKED for hit in hits]
+    read = max((place for place, wanted in enumerate(is_wanted) if wanted), default=-1)
+    lead = 0
+    for place, (hit, team) in enumerate(zip(hits, teams, strict=True)):
+        side = 1 if team == "c" else -1
+        if is_wanted[place]:
+            lead += side
+        elif hit in marks or place < read:
+            lead -= side
+    return min(max(lead / WHOLE, -1.0), 1.0)
 
 
 def by_order(

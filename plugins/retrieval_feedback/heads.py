@@ -46,14 +46,18 @@ class Candidate(NamedTuple):
 
     @property
     def promises(self) -> bool:
-        """Whether it may be better than the incumbent, so that a trial is worth while."""
-        return self.gain > self.error
+        """Whether it may be better than the incumbent, so that a trial is worth while.
+
+        It learned from half of the voters; from all, it will be better. The trial decides.
+        """
+        return self.gain > 0
 
 
 def compete(
     triplets: Floats32, voters: Sequence[str], incumbent: Map, learners: Sequence[str]
 ) -> list[Candidate]:
-    """Return the candidates, the best first: that with the largest gain less its error.
+    """Return the candidates, the best first: the first one, in the order in which learners are
+    named, that is within its error of the largest gain.
 
     Each half of the voters judges what was learned from the other half, by the later half of their
     triplets. A positive should be nearer than its negative, and nearer than the negative of another
@@ -90,7 +94,9 @@ def compete(
                 learner = learned(name, taught[: round(window * len(taught))])
                 gains[fold == side] += _rightly(learner.transform, triplets)[fold == side]
             compare(name, window, gains)
-    return sorted(candidates, key=lambda candidate: candidate.error - candidate.gain)
+    best = max(candidates, key=lambda candidate: candidate.gain - candidate.error)
+    first = next(c for c in candidates if c.gain >= best.gain - best.error)
+    return [first, *(candidate for candidate in candidates if candidate is not first)]
 
 
 def learned(name: str, triplets: Floats32) -> Any:

@@ -24,7 +24,7 @@ from retrieval.index.index import Index
 from retrieval.store.items import BASE, VECTOR
 from threadpoolctl import threadpool_limits
 
-from retrieval_feedback.gate import Evidence, by_order, by_teams, level, weigh
+from retrieval_feedback.gate import ALARM, Evidence, by_order, by_teams, level, weigh
 from retrieval_feedback.triplets import preferences, query_key, triplet_vectors
 
 LEAST_SEARCHES = 100
@@ -32,6 +32,8 @@ LEAST_SEARCHES = 100
 LEAST_VOTERS = 8
 """Voters before something is learned: half of them teach, and the others judge."""
 LEAST_TRIPLETS = 100
+MOST_WATCHED = 0.15
+"""Largest lead that is watched for: one that was proven quickly owes a part of it to luck."""
 _IDS = 1000
 
 
@@ -41,7 +43,7 @@ class Step:
 
     Attributes:
         action: "waits", "learned nothing", "on trial", "went back", or the verdict of a trial:
-            "switched", "refused", "rolled back", "kept" or "withdrawn".
+            "switched", "refused", "rolled back" or "withdrawn".
         sentence: the same for people.
         facts: evidence and other numbers.
     """
@@ -72,7 +74,7 @@ class Worker:
         self._tried = 0
 
     def step(self) -> Step:
-        """Do the next thing: judge the open trial, or learn from new feedback and open one.
+        """Do the next thing: judge the open trials, or learn from new feedback and open one.
 
         One process at a time may call it, within `FeedbackRecord.worker_lock`.
 
@@ -80,21 +82,27 @@ class Worker:
             RetrievalError: the index or the record cannot be used, or a learner is unknown.
         """
         served = self.index.follow()
-        trial = self.record.open_trial()
-        if trial is not None:
-            return self._judge(trial, served)
         trials = self.record.trials(base_of(served))
         challenges = [trial for trial in trials if trial.kind == "challenge"]
-        source = next((t for t in reversed(challenges) if _serves(served, t)), None)
-        has_head = served.manifest.adapter is not None
-        if source is not None and source.tainted and has_head:
+        source = None
+        if served.manifest.adapter is not None:
+            source = next((t for t in reversed(challenges) if _serves(served, t)), None)
+        if source is not None and source.tainted:
             self._serve(served, None)
             sentence = "Feedback behind the served metric was forgotten. The model serves alone."
             return Step("went back", sentence)
-        if source is not None and source == trials[-1] and source.verdict == "switched":
-            number = 1 + sum(trial.kind == "probation" for trial in trials)
-            if self._probation(source, served, number):
-                return Step("on trial", "The metric that is served is on trial: its predecessor.")
+        steps = {}
+        for trial in self.record.open_trials():
+            steps[trial.kind] = self._judge(trial, served)
+            if steps[trial.kind].action != "on trial":
+                return steps[trial.kind]
+        if source is not None and "watch" not in steps:
+            self._watch(source, served, trials)
+            return Step(
+                "on trial", "The metric that is served is on trial against the model alone."
+            )
+        if "challenge" in steps:
+            return steps["challenge"]
         return self._learn(served, challenges)
 
     # A trial
@@ -111,11 +119,12 @@ class Worker:
         if evidence.verdict == "better":
             if not is_moved:
                 self._serve(served, trial.head)
-            verdict = "switched" if trial.kind == "challenge" else "rolled back"
-            return self._close(trial, verdict, "it is better beyond doubt", evidence)
+            if trial.kind == "watch":
+                reason = "what was served has lost its lead over it"
+                return self._close(trial, "rolled back", reason, evidence)
+            return self._close(trial, "switched", "it is better beyond doubt", evidence)
         if evidence.verdict == "refused":
-            verdict = "refused" if trial.kind == "challenge" else "kept"
-            return self._close(trial, verdict, "it is no better", evidence)
+            return self._close(trial, "refused", "it is no better", evidence)
         facts = {**trial.evidence, **evidence.as_dict()}
         if facts != trial.evidence:
             self.record.note_evidence(trial.n, facts)
@@ -157,7 +166,7 @@ class Worker:
             ]
         else:
             outcomes = list(self._orders(trial, usable))
-        return weigh(outcomes, trial.alpha)
+        return weigh(outcomes, trial.alpha, watched=trial.evidence.get("watched"))
 
     def _orders(
         self, trial: Trial, searches: Sequence[JudgedSearch]
@@ -190,28 +199,30 @@ class Worker:
                 make_adapter_bundle(served, head, folder)
             self.index.migrate(folder)
 
-    def _probation(self, source: Trial, served: Bundle, number: int) -> bool:
-        """Try the metric that was served before `source` against its successor, if it is kept."""
-        store = self.index.store
-        kept = [g for g in store.generations() if g.bundle == source.incumbent]
-        if not kept:
-            return False
-        head = head_bytes(Bundle.open(store.bundle(kept[-1])))
+    def _watch(self, source: Trial, served: Bundle, trials: Sequence[Trial]) -> None:
+        """Put what is served on trial against the base alone, for as long as it is served.
+
+        It must keep half of the lead that it was proven with, and half of its predecessor's. Who
+        taught it may judge as well: if anything, that delays an alarm.
+        """
+        watched = [min(0.5 * source.evidence.get("lead", 0.0), MOST_WATCHED)]
+        for trial in trials:
+            if trial.kind == "watch" and trial.incumbent == source.incumbent:
+                watched.append(trial.evidence["watched"])
         self.record.begin_trial(
             Trial(
-                kind="probation",
+                kind="watch",
                 base=source.base,
-                challenger=_name_of(head, source.base),
-                head=head,
+                challenger=source.base,
+                head=None,
                 incumbent=served.sha256,
-                learner="predecessor",
-                alpha=level(number),
+                learner="base",
+                alpha=1 / ALARM,
                 cutoff=max((s.n for s in self.record.judged(source.base)), default=0),
                 explore=self.explore,
-                voters=source.voters,
+                evidence={"watched": max(watched)},
             )
         )
-        return True
 
     # Learning
 
@@ -338,7 +349,7 @@ def _teaches(voter: str, number: int) -> bool:
 def _title(trial: Trial) -> str:
     if trial.kind == "challenge":
         return f"Trial {trial.n}, of {trial.learner}"
-    return f"Trial {trial.n}, of the metric that was served before"
+    return f"Trial {trial.n}, of the model alone"
 
 
 def _in_words(evidence: Evidence) -> str:

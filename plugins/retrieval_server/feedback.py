@@ -122,8 +122,8 @@ class Feedback:
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feedback", daemon=True)
-        self._challenger: Challenger | None = None
-        self._broken: int | None = None
+        self._challengers: list[Challenger] = []
+        self._broken: set[int] = set()
         self._reported = -60.0
         self._coin = secrets.SystemRandom()
 
@@ -248,17 +248,19 @@ class Feedback:
     def challenger_for(self, bundle: Bundle, query: Query) -> Challenger | None:
         """Return the challenger if a request is to be explored, as a coin decides.
 
-        Only one plain search is explored, perhaps with a filter, of at most `MAX_EXPLORED` hits.
+        Only one plain search is explored, perhaps with a filter, of at most `MAX_EXPLORED` hits. If
+        two trials are open, `Trial.share` divides such searches among them.
         """
-        challenger = self._challenger
-        if challenger is None or challenger.trial.incumbent != bundle.sha256:
-            return None
         options = query.options
         if len(query.inputs) != 1 or options.k > MAX_EXPLORED or options.candidates is not None:
             return None
         if self._coin.random() >= self._settings.explore:
             return None
-        return challenger
+        for challenger in self._challengers:
+            trial = challenger.trial
+            if trial.incumbent == bundle.sha256 and self._coin.random() < trial.share:
+                return challenger
+        return None
 
     def explored(
         self, index: Index, challenger: Challenger, queries: Any, query: Query
@@ -289,8 +291,8 @@ class Feedback:
             learned = challenger.head(rows)
         except Exception as error:  # ONNX Runtime's errors share no public base class
             report(error)
-            self._broken = challenger.trial.n
-            self._challenger = None
+            self._broken.add(challenger.trial.n)
+            self._challengers = []
             return None
         distances = ((learned[1:] - learned[0]).astype(np.float64) ** 2).sum(axis=1)
         ranking = [ids[row] for row in np.argsort(distances, kind="stable").tolist()]
@@ -315,16 +317,20 @@ class Feedback:
                 self._attempt(self._expire)
 
     def _look(self) -> None:
-        """Take up the trial that is open now."""
+        """Take up the trials that are open now."""
 
         def look() -> None:
-            trial = self._record.open_trial()
-            if trial is None or not trial.explore or trial.tainted or trial.n == self._broken:
-                self._challenger = None
-            elif self._challenger is None or self._challenger.trial.n != trial.n:
-                self._broken = trial.n
-                self._challenger = Challenger(trial, load_head(trial.head))
-                self._broken = None
+            heads = {challenger.trial.n: challenger.head for challenger in self._challengers}
+            challengers = []
+            for trial in self._record.open_trials():
+                if not trial.explore or trial.tainted or trial.n in self._broken:
+                    continue
+                # If the head cannot be loaded, it is not tried again.
+                self._broken.add(trial.n)
+                head = heads.get(trial.n) or load_head(trial.head)
+                self._broken.remove(trial.n)
+                challengers.append(Challenger(trial, head))
+            self._challengers = challengers
 
         if self._settings.explore:
             self._attempt(look)

@@ -44,6 +44,10 @@ MAX_HITS = 1000
 MAX_UNJUDGED = 1_000_000
 """Searches without a mark that are kept; the oldest go first."""
 MAX_MARKS = 5_000_000
+CALM_SHARE = 0.25
+"""Share of the explored searches that a watch gets without a suspicion."""
+SUSPICION = 1.5
+"""Wealth from which on a watch gets all of them."""
 _BUSY_MILLISECONDS = 5000
 _CHUNK = 10_000
 """Searches that one transaction deletes."""
@@ -73,7 +77,7 @@ create table trials (n integer primary key autoincrement, kind text not null, ba
  challenger text not null, head blob, incumbent text not null, learner text not null,
  alpha real not null, explore integer not null, cutoff integer not null, opened real not null,
  closed real, verdict text, evidence text not null, tainted integer not null) strict;
-create unique index open_trial on trials ((1)) where verdict is null;
+create unique index open_trial on trials (kind) where verdict is null;
 create table trial_voters (trial integer not null, voter text not null,
  primary key (trial, voter)) strict, without rowid;
 """
@@ -143,7 +147,7 @@ class Trial:
     """A challenger on trial against what is served.
 
     Attributes:
-        kind: "challenge", or "probation" of a head that was switched to, against its predecessor.
+        kind: "challenge", or "watch" of the head that is served, against the base alone.
         base: SHA-256 of the manifest of the base bundle.
         challenger: SHA-256 of the head's bytes, or `base` if the challenger is the base itself.
         head: ONNX graph of the challenger's head; None if it is the base itself.
@@ -156,7 +160,7 @@ class Trial:
         n: number of the trial.
         opened: seconds since 1970.
         closed: seconds since 1970, or None while it is open.
-        verdict: None while it is open; "switched", "refused", "rolled back", "kept", "withdrawn".
+        verdict: None while it is open; "switched", "refused", "rolled back", "withdrawn".
         evidence: JSON object; it must not name voters, who may ask to be forgotten.
         tainted: whether feedback that the challenger learned from was forgotten.
     """
@@ -177,6 +181,16 @@ class Trial:
     verdict: str | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)
     tainted: bool = False
+
+    @property
+    def share(self) -> float:
+        """Share of the explored searches that it gets before a later trial gets any.
+
+        A watch costs its users good hits, so it gets few until its evidence raises a suspicion.
+        """
+        if self.kind == "watch" and self.evidence.get("wealth", 1.0) < SUSPICION:
+            return CALM_SHARE
+        return 1.0
 
 
 class FeedbackRecord:
@@ -548,10 +562,9 @@ class FeedbackRecord:
 
     # Trials
 
-    def open_trial(self) -> Trial | None:
-        """Return the trial that is open, or None."""
-        trials = self._trials("verdict is null")
-        return trials[0] if trials else None
+    def open_trials(self) -> list[Trial]:
+        """Return the trials that are open, at most one of each kind, oldest first."""
+        return self._trials("verdict is null")
 
     def trials(self, base: str | None = None) -> list[Trial]:
         """Return all trials, oldest first, or those over one base bundle."""
@@ -581,7 +594,7 @@ class FeedbackRecord:
         """Write a new trial; return it with its number and time.
 
         Raises:
-            StoreError: another trial is open, or the file cannot be written.
+            StoreError: another trial of its kind is open, or the file cannot be written.
         """
         sql = (
             "insert into trials (kind, base, challenger, head, incumbent, learner, alpha, explore,"
@@ -591,8 +604,9 @@ class FeedbackRecord:
         options = (trial.learner, trial.alpha, int(trial.explore), trial.cutoff, time.time())
         evidence = json.dumps(dict(trial.evidence))
         with self._writing() as connection:
-            if value(connection, "select 1 from trials where verdict is null") is not None:
-                raise StoreError("Another trial is open. Close it first.")
+            is_open = "select 1 from trials where verdict is null and kind = ?"
+            if value(connection, is_open, (trial.kind,)) is not None:
+                raise StoreError(f"Another {trial.kind} is open. Close it first.")
             n = value(connection, sql, (*described, *options, evidence))
             rows = ((n, voter) for voter in sorted(trial.voters))
             connection.executemany("insert into trial_voters values (?, ?)", rows)

@@ -82,7 +82,7 @@ def test_forget_says_that_a_metric_had_learned_from_it(cli, folder):
         record.begin_trial(Trial(**fields, voters=frozenset({"shop"})))
     assert "1 metrics had learned" in cli("feedback", "forget", folder, "--key", "shop").out
     with FeedbackRecord.open(folder / FEEDBACK_FILE) as record:
-        assert record.open_trial().tainted
+        assert record.open_trials()[0].tainted
 
 
 def test_a_mistake_is_one_sentence(cli, folder, tmp_path):

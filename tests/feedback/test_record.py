@@ -136,7 +136,7 @@ def test_expired_searches_go_and_what_was_learned_stays(record, monkeypatch):
     assert record.expire() == 4 + 8  # "old" without marks, and all "older"
     assert set(marks(record)) == {f"{name}{n}" for name in ("new", "old") for n in range(4)}
     assert record.counts() == {"searches": 12, "judged": 8, "marks": 8, "voters": 1, "trials": 1}
-    assert record.open_trial() == opened and not opened.tainted
+    assert record.open_trials() == [opened] and not opened.tainted
 
 
 def content(path: Path) -> bytes:
@@ -177,7 +177,7 @@ def test_no_byte_of_a_forgotten_voter_stays_in_the_file(record, path):
         "voters": 1,
         "trials": 1,
     }
-    assert record.open_trial().voters == {"shop"}
+    assert record.open_trials()[0].voters == {"shop"}
 
 
 @pytest.mark.parametrize(
@@ -221,20 +221,20 @@ def test_one_thing_is_forgotten_at_a_time(record):
             record.forget(**what)
 
 
-def test_one_trial_is_open_and_its_verdict_is_final(record):
-    assert record.open_trial() is None
+def test_one_trial_of_a_kind_is_open_and_its_verdict_is_final(record):
+    assert record.open_trials() == []
     voters = frozenset({"ann", "bob"})
     opened = record.begin_trial(trial(explore=True, voters=voters))
     expected = trial(explore=True, voters=voters, n=opened.n, opened=opened.opened)
-    assert opened == expected == record.open_trial()
-    with pytest.raises(StoreError, match="Another trial is open"):
+    assert record.open_trials() == [opened] == [expected]
+    with pytest.raises(StoreError, match="Another challenge is open"):
         record.begin_trial(trial())
     record.note_evidence(opened.n, {"wealth": 3.5})
-    assert record.open_trial().evidence == {"wealth": 3.5}
+    assert record.open_trials()[0].evidence == {"wealth": 3.5}
     record.close_trial(opened.n, "refused", {"wealth": 0.1})
     record.close_trial(opened.n, "switched", {"wealth": 99})
-    second = record.begin_trial(trial(kind="probation", head=None, base="newer"))
-    assert second.n > opened.n and record.open_trial().head is None
+    second = record.begin_trial(trial(kind="watch", head=None, base="newer"))
+    assert second.n > opened.n and record.open_trials()[0].head is None
     assert [closed.verdict for closed in record.trials()] == ["refused", None]
     assert [closed.n for closed in record.trials("newer")] == [second.n]
 

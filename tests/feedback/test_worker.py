@@ -74,17 +74,29 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "index"))
 
 
-def test_clicks_teach_a_metric_that_is_served_once_proven_and_stays(switched, tmp_path):
+def test_clicks_teach_a_metric_that_is_served_once_proven_and_watched(switched, tmp_path):
     with working(copy(switched, tmp_path)) as worker:
         assert precision(worker.index) > 0.44 + 0.1
         assert worker.step().action == "on trial"
-        probation = worker.record.open_trial()
-        assert (probation.kind, probation.challenger) == ("probation", probation.base)
-        assert play_until(worker, "on trial", 300) == "kept"
+        (watch,) = worker.record.open_trials()
+        assert (watch.kind, watch.challenger, watch.head) == ("watch", watch.base, None)
         (challenge, _) = worker.record.trials()
         assert challenge.verdict == "switched"
         assert challenge.evidence["wealth"] >= challenge.evidence["needed"] == pytest.approx(40)
+        assert watch.evidence["watched"] == challenge.evidence["lead"] / 2 > 0
         assert json.dumps(challenge.evidence).count("v1") == 0, "evidence names no voter"
+        # What is served is watched while something better is looked for.
+        kinds = set()
+        for turn in range(12):
+            play(worker.index, worker.record, 25, 300 + turn)
+            worker.step()
+            kinds |= {trial.kind for trial in worker.record.open_trials()}
+        assert worker.index.bundle.manifest.adapter is not None
+        assert "rolled back" not in {trial.verdict for trial in worker.record.trials()}
+        assert "watch" in kinds
+        searches = worker.record.judged(watch.base)
+        shown = [s for s in searches if s.search.challenger == watch.challenger]
+        assert shown and len(shown) < 0.4 * sum(s.n > watch.cutoff for s in searches)
 
 
 def test_a_metric_that_becomes_worse_goes_back(switched, tmp_path):
@@ -93,9 +105,12 @@ def test_a_metric_that_becomes_worse_goes_back(switched, tmp_path):
     distances = np.linalg.norm(x[:, None] - x[None, ::18], axis=2).argmin(axis=1)
     with working(copy(switched, tmp_path)) as worker:
         worker.step()
-        assert play_until(worker, "on trial", 300, taste=distances) == "rolled back"
+        for turn in range(40):
+            play(worker.index, worker.record, 25, 300 + turn, taste=distances)
+            if worker.step().action == "rolled back":
+                break
         assert worker.index.bundle.manifest.adapter is None
-        assert worker.record.open_trial() is None
+        assert "watch" not in {trial.kind for trial in worker.record.open_trials()}
 
 
 def test_clicks_at_random_never_switch(tmp_path, empty):
@@ -112,7 +127,7 @@ def test_the_order_of_shown_hits_is_evidence_without_exploring(tmp_path, empty):
     with working(copy(empty, tmp_path), explore=False) as worker:
         play(worker.index, worker.record, 120, 0)
         assert worker.step().action == "on trial"
-        assert not worker.record.open_trial().explore
+        assert not worker.record.open_trials()[0].explore
         assert play_until(worker, "on trial") == "switched"
 
 
@@ -137,15 +152,15 @@ def test_a_forgotten_voter_leaves_the_head_that_never_saw_them(tmp_path, empty):
             play(worker.index, worker.record, 70, 2)
             assert worker.step().action == "on trial"
             if name == "with":
-                first = worker.record.open_trial()
+                first = worker.record.open_trials()[0]
                 assert any(voter.startswith("loud") for voter in first.voters)
                 for number in range(4):
                     worker.record.forget(voter=f"loud{number}")
                 step = worker.step()
                 assert (step.action, "forgotten" in step.sentence) == ("withdrawn", True)
                 assert worker.step().action == "on trial"
-                assert worker.record.open_trial().challenger != first.challenger
-            heads[name] = worker.record.open_trial().head
+                assert worker.record.open_trials()[0].challenger != first.challenger
+            heads[name] = worker.record.open_trials()[0].head
     assert heads["with"] == heads["without"]
 
 
@@ -197,7 +212,7 @@ def test_a_worker_that_is_killed_while_it_switches_goes_on(tried, tmp_path, monk
         # Enough evidence, which nobody has looked at.
         for turn in range(8):
             play(worker.index, worker.record, 25, 100 + turn)
-        head = worker.record.open_trial().head
+        head = worker.record.open_trials()[0].head
 
         def killed(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
@@ -214,7 +229,7 @@ def test_a_worker_that_is_killed_while_it_switches_goes_on(tried, tmp_path, monk
         assert head_bytes(worker.index.bundle) == head
         assert worker.step().action == "on trial"
         assert len(worker.index.store.generations()) == 2
-        assert [trial.kind for trial in worker.record.trials()] == ["challenge", "probation"]
+        assert [trial.kind for trial in worker.record.trials()] == ["challenge", "watch"]
 
 
 @pytest.mark.parametrize("name", LEARNERS)

@@ -79,14 +79,15 @@ def play(
         taste = thickness
     rng = np.random.default_rng(seed)
     served = index.follow()
-    trial = record.open_trial()
+    trials = [trial for trial in record.open_trials() if trial.explore]
     noted = []
     marks = []
     for n in range(searches):
         query = int(rng.integers(len(x)))
         hits = [hit.id for hit in index.search(x[query], 51) if hit.id != str(query)]
         teams = challenger = ""
-        if trial is not None and trial.explore:
+        trial = next((trial for trial in trials if rng.random() < trial.share), None)
+        if trial is not None:
             rows = load_head(trial.head)(x[[query, *map(int, hits)]])
             order = np.argsort(np.linalg.norm(rows[1:] - rows[0], axis=1), kind="stable")
             ranking = [hits[row] for row in order]

@@ -262,6 +262,27 @@ def test_a_share_of_plain_searches_is_interleaved_while_a_trial_is_open(served, 
     assert not any(search(client).get("explored") for _ in range(12))
 
 
+def test_a_watch_gets_few_searches_until_it_raises_a_suspicion(served, living):
+    watch, _ = begin(living, kind="watch", challenger="a" * 64)
+    begin(living)
+    client = served(living, "--feedback", "--explore", "1").client
+    for least, most in ((3, 30), (60, 60)):
+        answers = [search(client) for _ in range(60)]
+        assert all(answer["explored"] for answer in answers)
+        for answer in answers:
+            mark(client, search_id=answer["search_id"], liked=ids_of(answer)[:1])
+        ids = {answer["search_id"] for answer in answers}
+        with record_of(living) as record:
+            of_watch = [
+                entry.search.challenger == watch.challenger
+                for entry in record.judged()
+                if entry.search.id in ids
+            ]
+            assert least <= sum(of_watch) <= most
+            record.note_evidence(watch.n, {"wealth": 2.5})
+        time.sleep(2)
+
+
 @pytest.mark.parametrize("why", ["share", "asked", "incumbent", "tainted", "broken"])
 def test_a_search_is_not_explored_if_the_trial_or_the_operator_says_so(why, served, living):
     changes = {"asked": {"explore": False}, "incumbent": {"incumbent": "d" * 64}}
@@ -294,7 +315,7 @@ def test_an_adapter_is_explored_over_the_vectors_of_its_base(served, living, pho
         adapter = Bundle.open(make_adapter_bundle(base, head, tmp_path / "adapter"), threads=1)
         index.migrate(adapter, progress=False)
     # The challenger is the base itself.
-    _, bundle = begin(living, head=None, kind="probation")
+    _, bundle = begin(living, head=None)
     assert bundle.sha256 == adapter.sha256
     client = served(living, "--feedback", "--explore", "1").client
     image = photos / "3" / "0003.png"
