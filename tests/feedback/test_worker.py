@@ -19,7 +19,7 @@ from retrieval.index.index import open_index
 from sklearn.datasets import load_digits
 
 from retrieval_feedback.heads import BASE_ALONE, LEARNERS, compete, head_of, learned
-from retrieval_feedback.worker import LEAST_SEARCHES, Worker, base_of, head_bytes
+from retrieval_feedback.worker import LEAST_SEARCHES, MOST_WATCHED, Worker, base_of, head_bytes
 
 FAST = ("feedback.low_rank", "feedback.diagonal")
 
@@ -83,7 +83,7 @@ def test_clicks_teach_a_metric_that_is_served_once_proven_and_watched(switched, 
         (challenge, _) = worker.record.trials()
         assert challenge.verdict == "switched"
         assert challenge.evidence["wealth"] >= challenge.evidence["needed"] == pytest.approx(40)
-        assert watch.evidence["watched"] == challenge.evidence["lead"] / 2 > 0
+        assert watch.evidence["watched"] == min(challenge.evidence["lead"] / 2, MOST_WATCHED) > 0
         assert json.dumps(challenge.evidence).count("v1") == 0, "evidence names no voter"
         # What is served is watched while something better is looked for.
         kinds = set()
