@@ -7,8 +7,9 @@
 
 Runs of the hidden taste start `retrieval serve --feedback --explore 1` and send it searches by id
 and clicks of 200 users, until there are 2,000 clicks; the others do in one process what the server
-does. After every 25 searches the worker of `retrieval learn` takes a step. A user reads ten hits from the top, goes on after each with a chance of 90 %, and
-clicks hits of their taste with 90 %, others with 5 %. Tastes:
+does. After every 25 searches the worker of `retrieval learn` takes a step. A user reads ten hits
+from the top, goes on after each with a chance of 90 %, and clicks hits of their taste with 90 %,
+others with 5 %. Tastes:
 
 - *hidden*: against the labels. Digits: which quarter of all digits by thickness. Fashion-MNIST:
 which
