@@ -157,13 +157,13 @@ def by_teams(hits: Sequence[str], teams: str, marks: Mapping[str, int]) -> float
     random favours none.
     """
     is_wanted = [marks.get(hit, DISLIKED) != DISLIKED for hit in hits]
-    read = max((place for place, wanted in enumerate(is_wanted) if wanted), default=-1)
+    last = max((place for place, right in enumerate(is_wanted) if right), default=-1)
     lead = 0
     for place, (hit, team) in enumerate(zip(hits, teams, strict=True)):
         side = 1 if team == "c" else -1
         if is_wanted[place]:
             lead += side
-        elif hit in marks or place < read:
+        elif hit in marks or place < last:
             lead -= side
     return min(max(lead / WHOLE, -1.0), 1.0)
 
