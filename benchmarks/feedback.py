@@ -12,7 +12,8 @@ from the top, goes on after each with a chance of 90 %, and clicks hits of their
 others with 5 %. Tastes:
 
 - *hidden*: against the labels. Digits: which quarter of all digits by thickness. Fashion-MNIST:
-  which quarter by brightness. Glyphs: bold or not. Icons: the weight. So classes are merged and split.
+  which quarter by brightness. Glyphs: bold or not. Icons: the weight. So classes are merged and
+  split.
 - *drift*: the same for 1,000 clicks, then the label.
 - *random*: half of the users click places, the first most often, the others click at random.
 - *present*: the 20 nearest items by the present metric.
