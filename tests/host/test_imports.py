@@ -54,7 +54,7 @@ FACES = {"retrieval", "retrieval.client", "retrieval.results"}
 """Modules of public names, which name the modules of applications as text or for type checkers."""
 APPLICATIONS = {
     *("retrieval_engines", "retrieval_feedback", "retrieval_hub", "retrieval_lab"),
-    "retrieval_server",
+    *("retrieval_mcp", "retrieval_server"),
 }
 """Plugins of this distribution that are built on the rooms; the others import only `PUBLIC`."""
 INNER = {

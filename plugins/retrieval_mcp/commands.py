@@ -1,0 +1,56 @@
+"""`retrieval mcp`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+from retrieval.cli.common import PATH, command
+from retrieval.errors import MissingDependency
+
+
+@command(
+    "mcp",
+    "retrieval mcp photos.index --photos photos",
+    "RETRIEVAL_KEY=$(cat key) retrieval mcp https://search.example.com --index photos",
+)
+@click.argument("place", metavar="INDEX")
+@click.option(
+    "--photos",
+    type=PATH,
+    default=Path(),
+    help="Folder whose images an agent may name as queries; by default the current folder.",
+)
+@click.option("--index", metavar="NAME", help="Name of the index, if a server has several.")
+def mcp(place: str, photos: Path, index: str | None) -> None:
+    """Let an agent search INDEX by the Model Context Protocol, over standard input and output.
+
+    INDEX is a folder, an address, or the URL of a search server. The tools are search, identify and
+    get; none changes anything. At a server they have the rights of the API key in the environment
+    variable RETRIEVAL_KEY.
+    """
+    is_server = place.startswith(("http://", "https://"))
+    if index is not None and not is_server:
+        raise click.UsageError("Leave --index out: INDEX is no server.")
+    try:
+        from retrieval_mcp.tools import server_of
+    except ModuleNotFoundError as fault:
+        if str(fault.name).partition(".")[0] != "mcp":
+            raise
+        raise MissingDependency(
+            "A server for agents needs mcp. Install it with: pip install 'embedding-retrieval[mcp]'"
+        ) from None
+    from retrieval_mcp.places import LocalIndex, ServedIndex
+
+    if is_server:
+        from retrieval.client import Client
+
+        key = os.environ.get("RETRIEVAL_KEY") or None
+        with Client(place, key=key, index=index) as client:
+            server_of(ServedIndex(client), photos).run()
+    else:
+        from retrieval.index.index import open_index
+
+        with open_index(place) as opened:
+            server_of(LocalIndex(opened), photos).run()

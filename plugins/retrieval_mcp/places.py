@@ -1,0 +1,161 @@
+"""The index that the tools search: opened here, or served elsewhere. Both answer alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from retrieval.client import Client
+from retrieval.errors import DataError, some
+from retrieval.images.decoding import decode
+from retrieval.images.preprocessing import thumbnail
+from retrieval.index.index import Index
+from retrieval.index.queries_and_hits import Hit, Hits
+
+
+class Place(Protocol):
+    """An index, opened or served. Every method may raise a `RetrievalError`."""
+
+    def about(self) -> str:
+        """Return what the index is, in a sentence."""
+
+    def search(
+        self,
+        image: bytes | None,
+        text: str | None,
+        like: Sequence[str],
+        k: int,
+        filter: str | None,
+    ) -> dict[str, Any]:
+        """Return the nearest items, and the name of the embedding as `bundle`."""
+
+    def identify(self, image: bytes, far: float) -> dict[str, Any]:
+        """Return the class that an image shows, or `None` for unknown, and the nearest items."""
+
+    def get(self, id: str) -> dict[str, Any]:
+        """Return an item."""
+
+    def picture(self, id: str) -> bytes:
+        """Return a small JPEG of an item's image."""
+
+
+class LocalIndex:
+    """An opened index in a folder or at an address."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def about(self) -> str:
+        """See `Place`."""
+        return f"An index of {len(self._index):,} images."
+
+    def search(
+        self,
+        image: bytes | None,
+        text: str | None,
+        like: Sequence[str],
+        k: int,
+        filter: str | None,
+    ) -> dict[str, Any]:
+        """See `Place`."""
+        # The index takes unknown ids for paths of files, which an agent may not name here.
+        known = self._index.get(like)
+        if missing := [id for id in like if id not in known]:
+            raise DataError(f"The index has no item {some(missing)}.")
+        options: dict[str, Any] = {"filter": filter, "like": list(like), "text": text}
+        chosen = {name: value for name, value in options.items() if value}
+        hits = self._index.search(image, k, **chosen)
+        return {"results": _facts(hits), "bundle": self._index.bundle.sha256}
+
+    def identify(self, image: bytes, far: float) -> dict[str, Any]:
+        """See `Place`."""
+        verdict = self._index.identify(image, far)
+        return {
+            "label": verdict.label,
+            "rate": verdict.rate,
+            "second": verdict.second,
+            "stale": verdict.stale,
+            "results": _facts(verdict.hits),
+            "bundle": self._index.bundle.sha256,
+        }
+
+    def get(self, id: str) -> dict[str, Any]:
+        """See `Place`."""
+        item = self._index.get(id).get(id)
+        if item is None:
+            raise DataError(f"The index has no item {id}.")
+        return {"id": item.id, "label": item.label, "metadata": dict(item.metadata)}
+
+    def picture(self, id: str) -> bytes:
+        """See `Place`."""
+        item = self._index.get(id)[id]
+        hit = Hit(item.id, item.label, 0.0, item.metadata, item.path, item.keep)
+        image = Hits([hit], self._index.store.original).image(hit)
+        if image is None:
+            raise DataError(f"The image of item {id} is not kept, or cannot be read.")
+        return thumbnail(image)
+
+
+class ServedIndex:
+    """An index of a search server.
+
+    Args:
+        client: the client of this index.
+
+    Raises:
+        ServerError: the server cannot be reached, or the key may not read this index.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._about = client.index()
+
+    def about(self) -> str:
+        """See `Place`."""
+        return f"The index {self._about.name} of {self._about.items:,} images."
+
+    def search(
+        self,
+        image: bytes | None,
+        text: str | None,
+        like: Sequence[str],
+        k: int,
+        filter: str | None,
+    ) -> dict[str, Any]:
+        """See `Place`."""
+        answer = self._client.search(image, text=text, like=list(like), k=k, filter=filter)
+        return {"results": _facts(answer), "bundle": answer.bundle}
+
+    def identify(self, image: bytes, far: float) -> dict[str, Any]:
+        """See `Place`."""
+        answer = self._client.identify(image, far)
+        return {
+            "label": answer.label,
+            "rate": answer.rate,
+            "second": answer.second,
+            "stale": answer.stale,
+            "results": _facts(answer),
+            "bundle": answer.bundle,
+        }
+
+    def get(self, id: str) -> dict[str, Any]:
+        """See `Place`."""
+        item = self._client.get(id)
+        return {"id": item.id, "label": item.label, "metadata": item.metadata}
+
+    def picture(self, id: str) -> bytes:
+        """See `Place`."""
+        return thumbnail(decode(self._client.thumbnail(id), name=f"The image of item {id}"))
+
+
+def _facts(hits: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return hits as JSON objects."""
+    return [
+        {
+            "id": hit.id,
+            "label": hit.label,
+            "distance": hit.distance,
+            "metadata": dict(hit.metadata),
+        }
+        for hit in hits
+    ]
