@@ -42,11 +42,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from retrieval.bundle.bundle import Bundle
 from retrieval.cli.app import main as run_command
 from retrieval.feedback.record import CLICKED, DISLIKED, FEEDBACK_FILE, LIKED, FeedbackRecord
 from retrieval.index.index import open_index
 from retrieval.index.integrity import check_index
-from retrieval.store import local
+from retrieval.store.items import served_of
 from retrieval.store.local import LocalStore
 
 from bench import Kept, Row, alone, one_thread, page, resume_arguments
@@ -67,6 +68,8 @@ LONGEST = 2.0
 """Seconds from the start until both are killed, at most, in the first kill of a history. The time
 grows by half while the worker gets no further, and shrinks by half when it does.
 """
+SWITCH = 1.0
+"""Seconds from the beginning of a switch until both are killed, at most."""
 LEARNERS = ("feedback.low_rank", "feedback.diagonal")
 DONE = ("waits", "learned nothing", "on trial")
 """Actions after which a worker can do no more without new feedback."""
@@ -255,13 +258,22 @@ def server(index: Path) -> Iterator[tuple[int, int]]:
         os.waitpid(process, 0)
 
 
-def learn(folder: Path, go: Event) -> None:
+class Telling(Worker):
+    """A worker that tells when it begins a switch."""
+
+    moving: Event
+
+    def _serve(self, served: Bundle, head: bytes | None) -> None:
+        self.moving.set()
+        super()._serve(served, head)
+
+
+def learn(folder: Path, go: Event, moving: Event) -> None:
     """Work as `retrieval learn --follow` does, once `go` is set."""
-    # Otherwise most kills would meet a process that waits.
-    local._NOTICE_SECONDS = 0.5
     go.wait()
     with open_index(folder, threads=1) as index, opened(folder) as record:
-        worker = Worker(index, record, LEARNERS)
+        worker = Telling(index, record, LEARNERS)
+        worker.moving = moving
         with record.worker_lock():
             while True:
                 if worker.step().action in DONE:
@@ -293,10 +305,14 @@ def stage(folder: Path) -> str:
     """Return how far the worker is."""
     with opened(folder) as record, LocalStore(folder, upkeep=False) as store:
         trials = record.trials()
-        if any(generation.state == "building" for generation in store.generations()):
+        generations = store.generations()
+        served = served_of(generations).bundle
+        if any(generation.state == "building" for generation in generations):
             return "a generation is built"
     if not trials:
         return "before the first trial"
+    if trials[-1].verdict is None and served != trials[-1].incumbent:
+        return "switched, its trial still open"
     if trials[-1].verdict is not None:
         return f"{trials[-1].kind} {trials[-1].verdict}"
     return f"{trials[-1].kind} is open"
@@ -324,7 +340,6 @@ def finish(worker: Worker) -> None:
 
 def end_of(folder: Path) -> dict[str, Any]:
     """Let a worker finish, and return what the index serves and what the record says of trials."""
-    local._NOTICE_SECONDS = 0.5
     with open_index(folder, threads=1) as index, opened(folder) as record:
         with record.worker_lock():
             finish(Worker(index, record, LEARNERS))
@@ -345,7 +360,6 @@ def end_of(folder: Path) -> dict[str, Any]:
 
 def repeat(kept: Path, folder: Path) -> None:
     """Give an undisturbed worker on the new index `folder` the feedback that `kept` has."""
-    local._NOTICE_SECONDS = 0.5
     with opened(kept) as record:
         entries = record.judged()
         trials = record.trials()
@@ -397,13 +411,16 @@ def history(number: int, new: Path, most: int) -> Row:
     stages: list[str] = []
     outcomes: list[str] = []
     wrong: list[str] = []
+    moving = 0
     with tempfile.TemporaryDirectory() as scratch:
         killed, other = Path(scratch) / "killed" / "index", Path(scratch) / "undisturbed" / "index"
         for folder in (killed, other):
             shutil.copytree(new, folder.parent)
         longest = LONGEST
         while len(stages) < most and "probation" not in "".join(stages):
-            wrong += kill(killed, clients, chance.uniform(0.0, longest))
+            was_moving, faults = kill(killed, clients, chance, longest)
+            moving += was_moving
+            wrong += faults
             kept, faults = kept_marks(killed)
             wrong += faults
             outcomes += [client.settle(kept) for client in clients]
@@ -425,6 +442,7 @@ def history(number: int, new: Path, most: int) -> Row:
     return {
         "history": number,
         "stages": stages,
+        "moving": moving,
         "outcomes": outcomes,
         "acknowledged": sum(client.acknowledged for client in clients),
         "lost": sum(client.lost for client in clients),
@@ -434,16 +452,18 @@ def history(number: int, new: Path, most: int) -> Row:
     }
 
 
-def kill(folder: Path, clients: list[Client], seconds: float) -> list[str]:
-    """Let clients and a worker use an index; kill server and worker after some seconds.
+def kill(
+    folder: Path, clients: list[Client], chance: random.Random, longest: float
+) -> tuple[bool, list[str]]:
+    """Let clients and a worker use an index; kill server and worker after at most some seconds.
 
     Returns:
-        What was wrong.
+        Whether the worker had begun a switch, and what was wrong.
     """
     begun = [client.acknowledged for client in clients]
     context = multiprocessing.get_context("fork")
-    go = context.Event()
-    worker = context.Process(target=learn, args=(folder, go))
+    go, moving = context.Event(), context.Event()
+    worker = context.Process(target=learn, args=(folder, go, moving))
     worker.start()
     with server(folder) as (process, port):
         threads = [threading.Thread(target=client.work, args=(port,)) for client in clients]
@@ -457,14 +477,17 @@ def kill(folder: Path, clients: list[Client], seconds: float) -> list[str]:
         ):
             time.sleep(0.01)
         go.set()
-        time.sleep(seconds)
+        was_moving = moving.wait(chance.uniform(0.0, longest))
+        if was_moving:
+            # A switch is short, so few of other moments would meet one.
+            time.sleep(chance.uniform(0.0, SWITCH))
         os.kill(process, signal.SIGKILL)
         was_alive = worker.is_alive()
         worker.kill()
     worker.join()
     for thread in threads:
         thread.join()
-    return [] if was_alive else ["the worker ended by itself"]
+    return was_moving, [] if was_alive else ["the worker ended by itself"]
 
 
 def counted(values: list[str]) -> str:
@@ -477,7 +500,8 @@ def render(rows: list[Row]) -> str:
     stages = [text for row in rows for text in row["stages"]]
     outcomes = [text for row in rows for text in row["outcomes"]]
     verdicts = [text for row in rows for text in row["verdicts"]]
-    total = {name: sum(row[name] for row in rows) for name in ("acknowledged", "lost", "marks")}
+    names = ("acknowledged", "lost", "marks", "moving")
+    total = {name: sum(row[name] for row in rows) for name in names}
     listed = "\n".join(f"- {text}" for text in wrong[:50])
     return page(f"""
         # Feedback while server and worker are killed
@@ -493,8 +517,8 @@ def render(rows: list[Row]) -> str:
 
         **Differences: {len(wrong)}.** {total["marks"]:,} marks at the ends.
 
-        How far the worker was at the kills: {counted(stages)}. Verdicts of all trials:
-        {counted(verdicts)}.
+        How far the worker was at the kills: {counted(stages)}; {total["moving"]} kills came within
+        {SWITCH:g} s of the beginning of a switch. Verdicts of all trials: {counted(verdicts)}.
 
         The last request of each client at the kill: {counted(outcomes)} ("same either way": its
         marks were there already). {total["lost"]} requests named a search that was answered just
