@@ -134,11 +134,11 @@ def _refuse_vectors(queries: Any, query: Query) -> None:
     """Raise a `DataError` if a search by words alone has something that compares vectors."""
     if queries is not None:
         raise DataError("Search with an image or vector, or with a text, not with both.")
-    for name in ("likes", "dislikes", "max_distance", "diversity"):
+    for name in ("likes", "dislikes", "max_distance", "diversity", "candidates"):
         if getattr(query, name):
             raise DataError(
-                f"{name.removesuffix('s')} compares vectors, and this search compares the words of"
-                " items alone. Leave it out, or set words below 1 if the model takes texts."
+                f"For {name}, vectors are compared, and this search compares the words of items"
+                " alone. Leave it out, or set words below 1 if the model takes texts."
             )
 
 

@@ -79,3 +79,18 @@ def test_a_model_without_texts_shows_no_field(page, served, index_path):
     page.goto(served(index_path).url)
     page.wait_for_selector("text=200 items")
     assert page.locator("#words").is_hidden()
+
+
+def test_a_text_finds_items_by_their_words_alone(page, served, living):
+    with retrieval.Index.open(living) as index:
+        index.keep_words(progress=False)
+    server = served(living)
+    page.goto(server.url)
+    page.wait_for_selector("#words:not([hidden])")
+    ask(page, "3 nothing")
+    answered(page)
+    found = results(server, json={"text": "3 nothing"})
+    assert shows(page, found) and {hit["label"] for hit in found} == {"3"}
+    # Neither a distance nor a share of strangers is known.
+    assert page.locator(".hit .measures").first.inner_text() == ""
+    assert page.locator(".hit .distance, .hit .score").count() == 0 and page.faults == []
