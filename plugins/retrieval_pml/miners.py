@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pytorch_metric_learning import miners
 from torch import Tensor
 
+from retrieval_pml.pair_sums import matrix_of
 from retrieval_pml.upstream_factories import FIXED, offer
 
 Strategy = Literal["hard", "semihard", "easy", "all"]
@@ -36,7 +37,7 @@ class MultiSimilarityMiner(miners.MultiSimilarityMiner):
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.plugin.Miner`."""
-        matrix = self.distance(embeddings, ref_emb)
+        matrix = matrix_of(self.distance, embeddings, ref_emb)
         if self.distance.is_inverted:
             distances = -matrix
         else:
@@ -69,7 +70,7 @@ class TripletMarginMiner(miners.TripletMarginMiner):
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return triplets; see `retrieval.plugin.Miner`."""
-        matrix = self.distance(embeddings, ref_emb)
+        matrix = matrix_of(self.distance, embeddings, ref_emb)
         if self.distance.is_inverted:
             distances = -matrix
         else:

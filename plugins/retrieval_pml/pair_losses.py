@@ -21,6 +21,7 @@ from retrieval_pml.pair_sums import (
     labelled_pairs,
     listed_pairs,
     log_sums,
+    matrix_of,
     scaled,
 )
 from retrieval_pml.upstream_factories import FIXED, cosines_within, offer
@@ -37,7 +38,7 @@ class _ListedPairs(GenericPairLoss):
         # If other rows of the batch have pairs, a mean over anchors counts rows without a pair.
         if all(len(indices) == 0 for indices in pairs) and first_row() is None:
             return self.zero_losses()
-        return self.loss_method(self.distance(embeddings, ref_emb), pairs)
+        return self.loss_method(matrix_of(self.distance, embeddings, ref_emb), pairs)
 
 
 class _PairSums(GenericPairLoss):
@@ -54,7 +55,7 @@ class _PairSums(GenericPairLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
         """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
-        mat = self.distance(embeddings, ref_emb)
+        mat = matrix_of(self.distance, embeddings, ref_emb)
         if indices_tuple is None:
             pairs = labelled_pairs(labels, ref_labels, column_of_anchors(labels, ref_labels))
         else:
@@ -148,7 +149,7 @@ class ThresholdConsistentMarginLoss(losses.ThresholdConsistentMarginLoss):
     ) -> Any:
         """Return the loss by name; its memory grows with the number of pairs."""
         a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-        mat = self.distance(embeddings, ref_emb)
+        mat = matrix_of(self.distance, embeddings, ref_emb)
         excesses = self.margin_plus - mat[a1, p], mat[a2, n] - self.margin_minus
         plus, minus = (x.relu().sum() / (x >= 0).sum().clamp(min=1) for x in excesses)
         return reduced_loss(self.lambda_plus * plus + self.lambda_minus * minus)
@@ -280,8 +281,9 @@ class SupConLoss(_PairSums, losses.SupConLoss):
         push, values = against_others(mat, scaled(scale), pairs)
         logits = scale * values
         total = torch.logaddexp(push, log_sums(logits, pairs.anchors, len(mat)))
-        count = torch.bincount(pairs.anchors, minlength=len(mat))
-        mean = torch.zeros_like(push).index_add(0, pairs.anchors, logits) / count.clamp(min=1)
+        zeros = torch.zeros_like(push)
+        count = zeros.index_add(0, pairs.anchors, torch.ones_like(logits))
+        mean = zeros.index_add(0, pairs.anchors, logits) / count.clamp(min=1)
         return item_losses((total - mean) * (count > 0))
 
 

@@ -40,6 +40,13 @@ class Pairs:
     any_negative: bool = True
 
 
+def matrix_of(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
+    """Return the distances or similarities (N, M) of embeddings (N, C) and references (M, C)."""
+    # Embeddings that are compared with each other are scaled to length 1 only once.
+    mat: Tensor = distance(embeddings, None if ref_emb is embeddings else ref_emb)
+    return mat
+
+
 def labelled_pairs(labels: Tensor, ref_labels: Tensor, itself: int | None) -> Pairs:
     """Return the positive pairs of equal labels, ordered by anchor; all others are negative.
 

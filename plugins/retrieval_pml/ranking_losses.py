@@ -14,7 +14,13 @@ from retrieval.helpers import item_losses, losses_of, reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.pair_sums import against_others, labelled_pairs, log_sums, scaled
+from retrieval_pml.pair_sums import (
+    against_others,
+    labelled_pairs,
+    log_sums,
+    matrix_of,
+    scaled,
+)
 from retrieval_pml.upstream_factories import FIXED, Share, offer
 
 
@@ -202,9 +208,10 @@ class NCALoss(losses.NCALoss):
         pairs = labelled_pairs(query_labels, reference_labels, itself)
         if len(pairs.anchors) == 0:
             return self.zero_losses()
-        push, values = against_others(self.distance(query, reference), scaled(scale), pairs)
+        mat = matrix_of(self.distance, query, reference)
+        push, values = against_others(mat, scaled(scale), pairs)
         neighbours = log_sums(scale * values, pairs.anchors, len(query))
-        kept = torch.unique(pairs.anchors)
+        kept = torch.unique_consecutive(pairs.anchors)
         loss = F.softplus((push - neighbours)[kept])
         return losses_of(loss * weights[kept], kept, "element")
 

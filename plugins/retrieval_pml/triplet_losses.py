@@ -13,6 +13,7 @@ from retrieval.helpers import Rows, Sums, losses_of, reduced_loss, summed
 from torch import Tensor
 from torch.nn import functional as F
 
+from retrieval_pml.pair_sums import matrix_of
 from retrieval_pml.upstream_factories import FIXED, Share, label_masks, offer
 
 TRIPLETS = 2**18
@@ -40,7 +41,7 @@ class TripletMarginLoss(losses.TripletMarginLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
         """Return the losses by name; where possible, add up all triplets without listing them."""
-        mat = self.distance(embeddings, ref_emb)
+        mat = matrix_of(self.distance, embeddings, ref_emb)
         # `Sums` stands in for the reducer if processes divide the anchors.
         if isinstance(self.reducer, Sums):
             reducer = self.reducer.inner
@@ -211,7 +212,7 @@ class MarginLoss(losses.MarginLoss):
         triplets = positives * negatives
         if not bool(triplets.any()):
             return self.zero_losses()
-        mat = self.distance(embeddings, ref_emb)
+        mat = matrix_of(self.distance, embeddings, ref_emb)
         beta = self.beta.to(mat)
         # Without boundaries per class, each item reads the single one in row 0.
         edge = beta[labels if len(beta) > 1 else labels * 0].unsqueeze(1)
