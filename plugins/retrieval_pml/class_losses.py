@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from pytorch_metric_learning import losses
-from retrieval.helpers import reduced_loss
+from pytorch_metric_learning.utils import loss_and_miner_utils
+from retrieval.helpers import item_losses, losses_of, reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
+from retrieval_pml.pair_sums import Pairs, against_others, log_sums, scaled
 from retrieval_pml.upstream_factories import FIXED, cosines_within, offer
 
 Degrees = Annotated[float, Field(ge=0, lt=180)]
@@ -67,7 +69,25 @@ class SphereFaceLoss(_MultipleAngle, losses.SphereFaceLoss):
     """
 
 
-class ArcFaceLoss(_FiniteAngles, losses.ArcFaceLoss):
+class _ScaledCosines(_FiniteAngles):
+    """Softmax over scaled cosines: the item's class against the sum over all other classes."""
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
+        self.cast_types(embeddings.dtype, embeddings.device)
+        items = torch.arange(len(labels), device=labels.device)
+        pairs = Pairs(items, labels, not_negative=(items, labels))
+        push, cosines = against_others(self.get_cosine(embeddings), scaled(self.scale), pairs)
+        loss = F.softplus(push - self.scale * self.modify_cosine_of_target_classes(cosines))
+        weights = loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype=loss.dtype)
+        parts = item_losses(loss * weights)
+        self.add_weight_regularization_to_loss_dict(parts, self.W.t())
+        return parts
+
+
+class ArcFaceLoss(_ScaledCosines, losses.ArcFaceLoss):
     """ArcFace: softmax over cosines, with a margin added to the target class's angle.
 
     Deng, Guo, Xue & Zafeiriou, ArcFace: Additive Angular Margin Loss for Deep Face Recognition,
@@ -79,7 +99,18 @@ class ArcFaceLoss(_FiniteAngles, losses.ArcFaceLoss):
     """
 
 
-class SubCenterArcFaceLoss(_FiniteAngles, losses.SubCenterArcFaceLoss):
+class CosFaceLoss(_ScaledCosines, losses.CosFaceLoss):
+    """CosFace: softmax over cosines, with a margin subtracted from that of the target class.
+
+    Wang et al., CosFace: Large Margin Cosine Loss for Deep Face Recognition, CVPR 2018.
+
+    Args:
+        margin: number that is subtracted from the cosine of the target class.
+        scale: number by which cosines are multiplied.
+    """
+
+
+class SubCenterArcFaceLoss(_ScaledCosines, losses.SubCenterArcFaceLoss):
     """ArcFace with several centres per class, of which the nearest counts.
 
     Deng, Guo, Liu, Gong & Zafeiriou, Sub-center ArcFace: Boosting Face Recognition by Large-Scale
@@ -93,6 +124,55 @@ class SubCenterArcFaceLoss(_FiniteAngles, losses.SubCenterArcFaceLoss):
         weight_regularizer: penalty on the centres, added to the loss.
         weight_init_func: initialiser of the centres; standard normal by default.
     """
+
+
+class ProxyAnchorLoss(losses.ProxyAnchorLoss):
+    """Proxy-anchor loss: a proxy against all items of the batch; the hardest weigh most.
+
+    Kim, Kim, Cho & Kwak, Proxy Anchor Loss for Deep Metric Learning, CVPR 2020. The authors give
+    the proxies 100 times the learning rate of the network.
+
+    Args:
+        margin: δ. The similarities of positives should exceed δ, those of negatives should stay
+            below −δ.
+        alpha: scale of the exponents.
+        distance: distance or similarity of embeddings and proxies; cosine similarity by default.
+        reducer: reduces the losses of the proxies to one number. By default the sum of the positive
+            part is divided by the number of proxies with positives, and that of the negative part
+            by the number of all proxies.
+        weight_regularizer: penalty on the proxies, added to the loss.
+        weight_init_func: initialiser of the proxies; Kaiming's normal (fan out) by default.
+    """
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
+        self.cast_types(embeddings.dtype, embeddings.device)
+        items = torch.arange(len(labels), device=labels.device)
+        # A miner's weights are exponents too, as upstream adds them.
+        weights = loss_and_miner_utils.convert_to_weights(
+            indices_tuple, labels, dtype=embeddings.dtype
+        )
+        pairs = Pairs(labels, items, not_negative=(labels, items), weights=weights - 1)
+        alpha = self.alpha
+        if not self.distance.is_inverted:
+            alpha = -alpha
+        # Each proxy is an anchor, and all items are compared with it.
+        mat = self.distance(embeddings, self.proxies).T
+        push, values = against_others(mat, scaled(alpha), pairs)
+        pull = log_sums(weights - 1 - alpha * (values - self.margin), labels, self.num_classes)
+        proxies = torch.arange(self.num_classes, device=labels.device)
+        sides = {
+            "pos_loss": (pull, len(torch.unique(labels))),
+            "neg_loss": (push + alpha * self.margin, self.num_classes),
+        }
+        parts: dict[str, Any] = {}
+        for name, (exponents, divisor) in sides.items():
+            parts |= losses_of(F.softplus(exponents), proxies, "element", name)
+            parts[name]["divisor"] = divisor
+        self.add_weight_regularization_to_loss_dict(parts, self.proxies)
+        return parts
 
 
 class P2SGradLoss(losses.P2SGradLoss):
@@ -180,18 +260,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     "large_margin_softmax": offer(LargeMarginSoftmaxLoss, **_SOFTMAX, margin=PositiveInt),
     "sphere_face": offer(SphereFaceLoss, **_SOFTMAX, margin=PositiveInt),
     "arc_face": offer(ArcFaceLoss, **_SOFTMAX, margin=Degrees),
-    "cos_face": offer(
-        losses.CosFaceLoss,
-        """CosFace: softmax over cosines, with a margin subtracted from that of the target class.
-
-        Wang et al., CosFace: Large Margin Cosine Loss for Deep Face Recognition, CVPR 2018.
-
-        Args:
-            margin: number that is subtracted from the cosine of the target class.
-            scale: number by which cosines are multiplied.
-        """,
-        **_SOFTMAX,
-    ),
+    "cos_face": offer(CosFaceLoss, **_SOFTMAX),
     "sub_center_arc_face": offer(SubCenterArcFaceLoss, **_SOFTMAX, margin=Degrees),
     "normalized_softmax": offer(
         losses.NormalizedSoftmaxLoss,
@@ -230,27 +299,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         similarity=True,
     ),
     # Without `rows`: the loss of a proxy is the logarithm of a sum over the whole batch.
-    "proxy_anchor": offer(
-        losses.ProxyAnchorLoss,
-        """Proxy-anchor loss: a proxy against all items of the batch; the hardest weigh most.
-
-        Kim, Kim, Cho & Kwak, Proxy Anchor Loss for Deep Metric Learning, CVPR 2020. The authors
-        give the proxies 100 times the learning rate of the network.
-
-        Args:
-            margin: δ. The similarities of positives should exceed δ, those of negatives should stay
-                below −δ.
-            alpha: scale of the exponents.
-            distance: distance or similarity of embeddings and proxies; cosine similarity by
-                default.
-            reducer: reduces the losses of the proxies to one number. By default the sum of the
-                positive part is divided by the number of proxies with positives, and that of the
-                negative part by the number of all proxies.
-            weight_regularizer: penalty on the proxies, added to the loss.
-            weight_init_func: initialiser of the proxies; Kaiming's normal (fan out) by default.
-        """,
-        ref_emb=False,
-    ),
+    "proxy_anchor": offer(ProxyAnchorLoss, ref_emb=False),
     "p2s_grad": offer(P2SGradLoss, ref_emb=False, miner=False, without=("distance", "reducer")),
     "manifold": offer(
         ManifoldLoss,

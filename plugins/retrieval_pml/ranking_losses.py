@@ -234,6 +234,29 @@ class ProxyNCALoss(losses.ProxyNCALoss):
     nca_computation = NCALoss.nca_computation
 
 
+class NPairsLoss(losses.NPairsLoss):
+    """N-pairs loss: one positive pair per class, each anchor against other classes' positives.
+
+    Sohn, Improved Deep Metric Learning with Multi-class N-pair Loss Objective, NIPS 2016. Only the
+    first positive pair of each class counts, so use two items per class. The paper does not scale
+    embeddings (set `distance` to `pml.dot_product_similarity` with `normalize_embeddings = false`)
+    and adds `pml.lp`.
+
+    Args:
+        distance: how two embeddings are compared; the dot product of unit vectors by default.
+        reducer: reduces the pairs' losses to one number; the mean by default.
+    """
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        """Return the losses by name, from positive pairs only: upstream does not use others."""
+        if indices_tuple is None:
+            pairs = labelled_pairs(labels, labels, itself=0)
+            indices_tuple = pairs.anchors, pairs.positives, labels[:0], labels[:0]
+        return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+
+
 FACTORIES: Mapping[str, Callable[..., Any]] = {
     "fast_ap": offer(
         losses.FastAPLoss,
@@ -293,19 +316,5 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     "instance": offer(InstanceLoss, ref_emb=False, miner=False, without=FIXED),
     "nca": offer(NCALoss),
     "proxy_nca": offer(ProxyNCALoss, ref_emb=False, rows="items"),
-    "n_pairs": offer(
-        losses.NPairsLoss,
-        """N-pairs loss: one positive pair per class, each anchor against other classes' positives.
-
-        Sohn, Improved Deep Metric Learning with Multi-class N-pair Loss Objective, NIPS 2016. Only
-        the first positive pair of each class counts, so use two items per class. The paper does not
-        scale embeddings (set `distance` to `pml.dot_product_similarity` with `normalize_embeddings
-        = false`) and adds `pml.lp`.
-
-        Args:
-            distance: how two embeddings are compared; the dot product of unit vectors by default.
-            reducer: reduces the pairs' losses to one number; the mean by default.
-        """,
-        ref_emb=False,
-    ),
+    "n_pairs": offer(NPairsLoss, ref_emb=False),
 }
