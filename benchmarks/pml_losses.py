@@ -10,7 +10,8 @@ of a loss is a forward and a backward pass; a call of a miner is one pass. Both 
 one process with one thread, and the median CPU time of the rounds is kept. Memory is the rise of
 the process's peak during a first call, for each side in a new process, which may take 3 GB and a
 minute. A side that needs more is reported without times. A batch has 8 items a class: the class's
-random vector, plus noise of one and a half times its size. Cases are kept in raw/pml_losses.json.
+random vector, plus noise of one and a half times its size. Losses of classes have 1,000 of
+them. Cases are kept in raw/pml_losses.json.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ import bench
 
 BYTES, SECONDS = 3 << 30, 60
 WIDTH, EACH, CLASSES = 128, 8, 1000
-SIZES = (256, 1024)
+SIZES = (256, 1024, 4096)
 KINDS = {"losses": "", "miners": " (miner)", "recipe": " (loss + miner)"}
 LOSSES = """
-triplet_margin margin threshold_consistent_margin multi_similarity circle sup_con nt_xent
-tuplet_margin lifted_structure generalized_lifted_structure nca instance histogram smooth_ap pnp
-manifold
+triplet_margin contrastive margin threshold_consistent_margin multi_similarity circle sup_con
+nt_xent tuplet_margin lifted_structure generalized_lifted_structure n_pairs nca instance histogram
+smooth_ap pnp proxy_anchor proxy_nca arc_face cos_face sub_center_arc_face manifold
 """
+OF_CLASSES = ["proxy_anchor", "proxy_nca", "arc_face", "cos_face", "sub_center_arc_face"]
 CASES = [
     *(("losses", name) for name in LOSSES.split()),
     *(("miners", name) for name in ("multi_similarity", "triplet_margin", "angular")),
@@ -52,11 +54,19 @@ def part(kind: str, name: str, ours: bool) -> Any:
 
     torch.manual_seed(0)
     factory = getattr(retrieval_pml, f"retrieval_{kind}")()[name]
-    product = factory(classes=CLASSES, embedding_size=WIDTH) if name == "manifold" else factory()
+    sizes = {}
+    if name in (*OF_CLASSES, "manifold"):
+        sizes = {"classes": CLASSES, "embedding_size": WIDTH}
+    product = factory(**sizes)
     if ours:
         return product
+    cls = getattr(getattr(upstream, kind), type(product).__name__)
+    if name in OF_CLASSES:
+        loss = cls(num_classes=CLASSES, embedding_size=WIDTH)
+        loss.load_state_dict(product.state_dict())
+        return loss
     if name != "manifold":
-        return getattr(getattr(upstream, kind), type(product).__name__)()
+        return cls()
     loss = upstream.losses.ManifoldLoss(l=WIDTH)
     loss.meta_classes = product.meta_classes
     return loss
@@ -163,14 +173,15 @@ def render(raw: dict[str, Any]) -> str:
 
         `python benchmarks/pml_losses.py`: median CPU time and peak memory of a loss's forward and
         backward pass, or a miner's call, on one thread; both sides take turns. {EACH} items a
-        class, {WIDTH} dimensions. All other losses and miners of `pml` are
-        pytorch-metric-learning's classes, and equally fast.
+        class, {WIDTH} dimensions; losses of classes have {CLASSES:,} classes. All other losses and
+        miners of `pml` are pytorch-metric-learning's classes, and equally fast.
 
         {about["cpu"]}; {about["versions"]}. Load average {loads[0]} to {loads[-1]}.
 
         pytorch-metric-learning does not finish within 3 GB and a minute in {failures} of
         {len(kept)} cases. These losses have other values, as their descriptions explain:
-        {", ".join(apart) or "none"}.
+        {", ".join(apart) or "none"}. pytorch-metric-learning's `instance` compares an item with one
+        item of the batch, not with all items of its label, so it does less work.
 
         {bench.markdown([*head, "times faster"], lines)}
     """)

@@ -78,7 +78,7 @@ class _ScaledCosines(_FiniteAngles):
         """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
         self.cast_types(embeddings.dtype, embeddings.device)
         items = torch.arange(len(labels), device=labels.device)
-        pairs = Pairs(items, labels, not_negative=(items, labels))
+        pairs = Pairs(items, labels, (items, labels))
         push, cosines = against_others(self.get_cosine(embeddings), scaled(self.scale), pairs)
         loss = F.softplus(push - self.scale * self.modify_cosine_of_target_classes(cosines))
         weights = loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype=loss.dtype)
@@ -149,27 +149,29 @@ class ProxyAnchorLoss(losses.ProxyAnchorLoss):
     ) -> Any:
         """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
         self.cast_types(embeddings.dtype, embeddings.device)
-        items = torch.arange(len(labels), device=labels.device)
         # A miner's weights are exponents too, as upstream adds them.
         weights = loss_and_miner_utils.convert_to_weights(
             indices_tuple, labels, dtype=embeddings.dtype
         )
-        pairs = Pairs(labels, items, not_negative=(labels, items), weights=weights - 1)
+        exponents = None if indices_tuple is None else (weights - 1).expand(self.num_classes, -1)
+        proxies, items = torch.sort(labels)
+        pairs = Pairs(proxies, items, (proxies, items), exponents)
         alpha = self.alpha
         if not self.distance.is_inverted:
             alpha = -alpha
         # Each proxy is an anchor, and all items are compared with it.
         mat = self.distance(embeddings, self.proxies).T
         push, values = against_others(mat, scaled(alpha), pairs)
-        pull = log_sums(weights - 1 - alpha * (values - self.margin), labels, self.num_classes)
-        proxies = torch.arange(self.num_classes, device=labels.device)
+        own = weights[items] - 1 - alpha * (values - self.margin)
+        pull = log_sums(own, proxies, self.num_classes)
         sides = {
-            "pos_loss": (pull, len(torch.unique(labels))),
+            "pos_loss": (pull, len(torch.unique_consecutive(proxies))),
             "neg_loss": (push + alpha * self.margin, self.num_classes),
         }
         parts: dict[str, Any] = {}
+        rows = torch.arange(self.num_classes, device=labels.device)
         for name, (exponents, divisor) in sides.items():
-            parts |= losses_of(F.softplus(exponents), proxies, "element", name)
+            parts |= losses_of(F.softplus(exponents), rows, "element", name)
             parts[name]["divisor"] = divisor
         self.add_weight_regularization_to_loss_dict(parts, self.proxies)
         return parts

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat
-from pytorch_metric_learning import distances, losses
+from pytorch_metric_learning import distances, losses, reducers
 from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
 from pytorch_metric_learning.utils import loss_and_miner_utils
 from retrieval.helpers import first_row, item_losses, losses_of, reduced_loss
@@ -18,10 +18,13 @@ from retrieval_pml.pair_sums import (
     Pairs,
     against_others,
     column_of_anchors,
+    excesses_over_others,
     labelled_pairs,
     listed_pairs,
     log_sums,
+    loss_of_sum,
     matrix_of,
+    reducer_of,
     scaled,
 )
 from retrieval_pml.upstream_factories import FIXED, cosines_within, offer
@@ -85,6 +88,41 @@ class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
         neg_margin: distance above which a negative pair has loss 0. For a similarity, set 0.
         reducer: reduces the pairs' losses to one number; by default the mean of those above 0.
     """
+
+    @property
+    def rows_by_labels(self) -> bool:
+        """Whether the loss adds up the negative pairs from the labels alone, without a list."""
+        # Only these types, no subclasses: others may need the loss of each pair.
+        return type(reducer_of(self, "neg_loss")) in (
+            reducers.AvgNonZeroReducer,
+            reducers.MeanReducer,
+            reducers.SumReducer,
+        )
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
+    ) -> Any:
+        """Return the losses by name; where possible, without listing the negative pairs."""
+        if indices_tuple is not None or not self.rows_by_labels:
+            return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        pairs = labelled_pairs(labels, ref_labels, column_of_anchors(labels, ref_labels))
+        mat = matrix_of(self.distance, embeddings, ref_emb)
+        sums, counts, values = excesses_over_others(mat, self._excesses, pairs)
+        if type(reducer_of(self, "neg_loss")) is reducers.AvgNonZeroReducer:
+            count = counts.sum()
+        else:
+            count = counts.new_tensor(pairs.negatives)
+        parts = loss_of_sum(self, "neg_loss", sums.sum(), count)
+        parts["pos_loss"] = self.zero_loss()
+        if len(values):
+            pull = self.pos_calc(values, self.pos_margin)
+            parts |= losses_of(pull, (pairs.anchors, pairs.positives), "pos_pair", "pos_loss")
+        return parts
+
+    def _excesses(self, mat: Tensor) -> tuple[Tensor, float]:
+        """Return how far negative pairs are within the margin, and the derivative."""
+        slope = 1.0 if self.distance.is_inverted else -1.0
+        return self.distance.margin(self.neg_margin, mat), slope
 
 
 class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss):
@@ -174,7 +212,7 @@ class LiftedStructureLoss(_PairSums, losses.LiftedStructureLoss):
 
     def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
         """Return the losses of the positive pairs."""
-        if len(pairs.anchors) == 0 or not pairs.any_negative:
+        if len(pairs.anchors) == 0 or not pairs.negatives:
             return self.zero_losses()
         nearness = self.nearness(1)
         push, values = against_others(mat, scaled(nearness), pairs)
@@ -275,7 +313,7 @@ class SupConLoss(_PairSums, losses.SupConLoss):
     def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
         """Return the anchors' losses."""
         # If other rows of the batch have positives, a mean over anchors counts these rows too.
-        if not pairs.any_negative or (len(pairs.anchors) == 0 and first_row() is None):
+        if not pairs.negatives or (len(pairs.anchors) == 0 and first_row() is None):
             return self.zero_losses()
         scale = self.nearness(1 / self.temperature)
         push, values = against_others(mat, scaled(scale), pairs)
@@ -299,7 +337,7 @@ class _AgainstNegatives(_PairSums):
     def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
         """Return the losses of the positive pairs."""
         # If other rows of the batch have negatives, a mean over pairs counts these pairs too.
-        if len(pairs.anchors) == 0 or (not pairs.any_negative and first_row() is None):
+        if len(pairs.anchors) == 0 or (not pairs.negatives and first_row() is None):
             return self.zero_losses()
         push, values = against_others(mat, scaled(self.factor), pairs)
         loss = F.softplus(push[pairs.anchors] - self.pulled(values))

@@ -9,11 +9,11 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from pytorch_metric_learning import losses, reducers
 from pytorch_metric_learning.utils import loss_and_miner_utils
-from retrieval.helpers import Rows, Sums, losses_of, reduced_loss, summed
+from retrieval.helpers import Rows, losses_of, reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.pair_sums import matrix_of
+from retrieval_pml.pair_sums import loss_of_sum, matrix_of, reducer_of
 from retrieval_pml.upstream_factories import FIXED, Share, label_masks, offer
 
 TRIPLETS = 2**18
@@ -42,13 +42,7 @@ class TripletMarginLoss(losses.TripletMarginLoss):
     ) -> Any:
         """Return the losses by name; where possible, add up all triplets without listing them."""
         mat = matrix_of(self.distance, embeddings, ref_emb)
-        # `Sums` stands in for the reducer if processes divide the anchors.
-        if isinstance(self.reducer, Sums):
-            reducer = self.reducer.inner
-        else:
-            reducer = self.reducer
-        if isinstance(reducer, reducers.MultipleReducers):
-            reducer = dict(reducer.reducers).get("loss", reducer.default_reducer)
+        reducer = reducer_of(self, "loss")
         # Only these types, no subclasses: others may need the loss of each triplet.
         if indices_tuple is None and self.rows_by_labels and type(reducer) in _SUMMABLE:
             return self._all_triplets(mat, labels, ref_labels, reducer)
@@ -95,11 +89,7 @@ class TripletMarginLoss(losses.TripletMarginLoss):
         low = getattr(reducer, "low", None)
         high = getattr(reducer, "high", None)
         total, count = _AllTriplets.apply(distances, positive, negative, self.margin, low, high)
-        total = total.to(mat.dtype)
-        if isinstance(self.reducer, Sums):
-            return {"loss": summed(total, count)}
-        mean = type(reducer) is not reducers.SumReducer
-        return reduced_loss(total / count.clamp(min=1) if mean else total)
+        return loss_of_sum(self, "loss", total.to(mat.dtype), count)
 
 
 _SUMMABLE = (

@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_metric_learning.distances import LpDistance
 from torch import Tensor
 
+from retrieval_pml import pair_sums
 from retrieval_pml.pair_losses import CircleLoss
-from retrieval_pml.pair_sums import Pairs, against_others, labelled_pairs, listed_pairs, scaled
+from retrieval_pml.pair_sums import (
+    Pairs,
+    against_others,
+    excesses_over_others,
+    labelled_pairs,
+    listed_pairs,
+    matrix_of,
+    scaled,
+)
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0, 2, 3])  # unsorted, unequal, one class of one item
 REFERENCE_LABELS = torch.tensor([1, 0, 2, 0, 3, 1])
@@ -36,8 +46,9 @@ def test_pairs_of_labels_are_those_of_a_loop(start):
     ]
     assert pairs.anchors.tolist() == [i for i, _ in expected]
     assert pairs.positives.tolist() == [j for _, j in expected]
-    assert pairs.any_negative
-    assert not labelled_pairs(anchors * 0, references * 0, start).any_negative
+    equal = sum(int(i == j) for i in anchors for j in references)
+    assert pairs.negatives == len(anchors) * len(references) - equal
+    assert not labelled_pairs(anchors * 0, references * 0, start).negatives
 
 
 def negatives(kind: str) -> list[list[int]]:
@@ -100,3 +111,37 @@ def test_large_exponents_and_anchors_without_negatives_are_finite():
     assert sums.isfinite().all() and (none == torch.finfo(torch.float32).min).all()
     (gradient,) = torch.autograd.grad(sums.sum() + none.sum(), mat)
     assert gradient.isfinite().all() and gradient.sum(1).tolist() == pytest.approx([1e4] * 8)
+
+
+@pytest.mark.parametrize("kind", ["labels", "listed"])
+def test_excesses_over_others(kind):
+    mat = matrix(8, 8).requires_grad_()
+    pairs = pairs_of(kind, mat.detach())
+    sums, counts, values = excesses_over_others(mat, lambda x: (0.1 - x, -1.0), pairs)
+    for i, others in enumerate(negatives(kind)):
+        excesses = [max(0.0, 0.1 - mat[i, j].item()) for j in others]
+        assert sums[i].item() == pytest.approx(sum(excesses), rel=1e-12)
+        assert counts[i].item() == sum(x > 0 for x in excesses)
+    assert torch.equal(values, mat[pairs.anchors, pairs.positives])
+    assert torch.autograd.gradcheck(
+        lambda x: excesses_over_others(x, lambda y: (0.1 - y, -1.0), pairs)[::2], mat
+    )
+
+
+def test_blocks_of_anchors_give_the_same(monkeypatch):
+    mat = matrix(8, 8)
+    for kind in ("labels", "listed", "repeated"):
+        pairs = pairs_of(kind, mat)
+        whole = against_others(mat, scaled(3.0), pairs)
+        excesses = excesses_over_others(mat, scaled(3.0), pairs)
+        with monkeypatch.context() as patched:
+            patched.setattr(pair_sums, "ENTRIES", 24)
+            torch.testing.assert_close(against_others(mat, scaled(3.0), pairs), whole)
+            torch.testing.assert_close(excesses_over_others(mat, scaled(3.0), pairs), excesses)
+
+
+def test_squared_distances_are_those_of_upstream():
+    x, y = matrix(8, 3), matrix(6, 3)
+    distance = LpDistance(power=2)
+    for reference in (x, y):
+        torch.testing.assert_close(matrix_of(distance, x, reference), distance(x, reference))

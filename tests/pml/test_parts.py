@@ -69,7 +69,9 @@ class TestReducers:
     def test_multiple(self):
         reducer = {"name": "pml.multiple", "names": ["pos_loss"], "reducers": ["pml.sum"]}
         reducer["default_reducer"] = "pml.mean"
-        actual = make("losses", "contrastive").compute_loss(X, Y, None, X, Y)
+        # This reducer needs the loss of each pair; for others the negatives' losses are added up.
+        listed = make("losses", "contrastive", reducer="pml.per_anchor")
+        actual = listed.compute_loss(X, Y, None, X, Y)
         expected = actual["pos_loss"]["losses"].sum() + actual["neg_loss"]["losses"].mean()
         value = make("losses", "contrastive", reducer=reducer)(X, Y).item()
         assert value == pytest.approx(expected.item())
