@@ -206,7 +206,8 @@ def timm_model(
 
     Args:
         model: the model's name in timm, such as "mobilenetv3_small_050" or, with a tag of weights,
-            "resnet50.a1_in1k".
+            "resnet50.a1_in1k"; or "hf-hub:OWNER/NAME" for a model of timm on Hugging Face's hub, or
+            "local-dir:FOLDER" for a folder with its files.
         pretrained: whether to load pretrained weights, which are downloaded once.
         size: height and width of the input in pixels; by default the model's own.
         pool: how the last map or the tokens become one vector; see `core.torchvision`.
@@ -226,6 +227,55 @@ def timm_model(
     if pool is not None and levels is not None:
         raise ValueError("pool and levels both turn maps into a vector. Set only one of them")
     timm = _timm("timm")
+    # Of a model from elsewhere, even the architecture is read from its files.
+    elsewhere = model.startswith(("hf-hub:", "local-dir:"))
+    options: dict[str, Any] = {"num_classes": 0}
+    config = None
+    if not elsewhere:
+        _refuse_unknown(timm, model, pretrained)
+        config = timm.models.get_pretrained_cfg(model)
+    # Models of a fixed size interpolate their position embeddings if they are told the size.
+    if size and config is not None and config.fixed_input_size:
+        options["img_size"] = size
+    names: list[str] = []
+    if levels is not None:
+        options |= {"features_only": True}
+
+    def load() -> nn.Module:
+        if levels is not None:
+            names.extend(_levels(timm, model, options, levels))
+        return timm.create_model(model, pretrained=pretrained, **options)  # type: ignore[no-any-return]
+
+    def load_from_hub() -> nn.Module:
+        with hub_from_cache_when_away():
+            return load()
+
+    if elsewhere:
+        network = fetch(f"The files of {model}", "name a folder that holds them", load_from_hub)
+    elif pretrained:
+        network = fetch(f"timm's weights of {model}", "leave pretrained out", load_from_hub)
+    else:
+        network = load()
+    preprocessing = _timm_preprocessing(timm.data.resolve_model_data_config(network), size)
+    if levels is not None:
+        numbered = {names[-1] if level == "last" else level: n for level, n in levels.items()}
+        network = Levels(network, preprocessing, numbered, names)
+    elif pool is not None:
+        network = Pooled(
+            network,
+            pool,
+            cells,
+            preprocessing,
+            prefix=getattr(network, "num_prefix_tokens", 0),
+            # the first of these tokens may also be a register
+            has_class_token=getattr(network, "cls_token", None) is not None,
+            channels_last=getattr(network, "output_fmt", "NCHW") == "NHWC",
+        )
+    return Network(network, preprocessing, model, normalise)
+
+
+def _refuse_unknown(timm: Any, model: str, pretrained: bool) -> None:
+    """Raise a `RecipeError` for a model, or a tag of weights, that timm does not have."""
     # The tag after the point names weights; the name before it is the architecture.
     plain = model.partition(".")[0]
     if not timm.is_model(plain):
@@ -249,40 +299,6 @@ def timm_model(
         raise RecipeError(
             [f"[backbone] pretrained: timm has no weights of {model}. Remove pretrained."]
         )
-    options: dict[str, Any] = {"num_classes": 0}
-    config = timm.models.get_pretrained_cfg(model)
-    # Models of a fixed size interpolate their position embeddings if they are told the size.
-    if size and config is not None and config.fixed_input_size:
-        options["img_size"] = size
-    names: list[str] = []
-    if levels is not None:
-        options |= {"features_only": True}
-        names = _levels(timm, model, options, levels)
-
-    def load() -> nn.Module:
-        with hub_from_cache_when_away():
-            return timm.create_model(model, pretrained=pretrained, **options)  # type: ignore[no-any-return]
-
-    if pretrained:
-        network = fetch(f"timm's weights of {model}", "leave pretrained out", load)
-    else:
-        network = load()
-    preprocessing = _timm_preprocessing(timm.data.resolve_model_data_config(network), size)
-    if levels is not None:
-        numbered = {names[-1] if level == "last" else level: n for level, n in levels.items()}
-        network = Levels(network, preprocessing, numbered, names)
-    elif pool is not None:
-        network = Pooled(
-            network,
-            pool,
-            cells,
-            preprocessing,
-            prefix=getattr(network, "num_prefix_tokens", 0),
-            # the first of these tokens may also be a register
-            has_class_token=getattr(network, "cls_token", None) is not None,
-            channels_last=getattr(network, "output_fmt", "NCHW") == "NHWC",
-        )
-    return Network(network, preprocessing, model, normalise)
 
 
 def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, int]) -> list[str]:

@@ -65,8 +65,9 @@ def as_dataset(
         label: column, key or position of the label, by default "label" or 1.
         split: column of the sides ("train", "validation" or "test"), by default "split" if it
             exists. For an object without columns, a list with one side per item.
-        metadata: columns to keep for evaluation, by default all others that hold text, numbers or
-            booleans. For an object without columns, a list with one dictionary per item.
+        metadata: columns to keep for evaluation and for `[text]`, by default all others that hold
+            text, numbers, booleans or lists of texts. For an object without columns, a list with
+            one dictionary per item.
         name: name of the data in error messages.
 
     Raises:
@@ -233,6 +234,13 @@ def _of_files(
     return FileDataset(files, labels, **further)
 
 
+def _is_kept(entry: Any) -> bool:
+    """Return whether metadata may hold a value: text, a number, or a list of texts."""
+    if isinstance(entry, list | tuple):
+        return all(isinstance(part, str) for part in entry)
+    return isinstance(entry, _PLAIN)
+
+
 def _of_table(
     table: Any,
     name: str,
@@ -277,7 +285,9 @@ def _of_table(
 
     def holds_images(column: Any) -> bool:
         """Return whether a Hugging Face column may hold images, which are not read."""
-        dtype = getattr(features.get(column), "dtype", "")
+        # a list of texts has the type of its texts
+        feature = features.get(column)
+        dtype = getattr(getattr(feature, "feature", feature), "dtype", "")
         return bool(features) and dtype in ("", "dict", "PIL.Image.Image")
 
     if metadata is None:
@@ -289,7 +299,7 @@ def _of_table(
     for column in chosen:
         entries = values(column)
         # Columns that nobody named are dropped if evaluation could not use them.
-        if metadata is not None or all(isinstance(entry, _PLAIN) for entry in entries):
+        if metadata is not None or all(map(_is_kept, entries)):
             further_columns[column] = entries
     names = list(further_columns)
     by_row = zip(*further_columns.values(), strict=True)

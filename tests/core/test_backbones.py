@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import os
 import socket
+import subprocess
 import sys
 import urllib.error
 from collections.abc import Callable
@@ -192,6 +194,35 @@ def test_timm():
         expected = whole.forward_head(whole.forward_features(x), pre_logits=True)
         torch.testing.assert_close(net(x), expected)
     assert net.features == expected.shape[1] == 1024
+
+
+def test_timm_from_a_hub_and_from_a_folder(tmp_path):
+    timm = pytest.importorskip("timm")
+    from hub_server import Repository, running_hub
+
+    torch.manual_seed(0)
+    whole = timm.create_model("mobilenetv3_small_050", num_classes=3)
+    timm.models.save_for_hf(whole, tmp_path / "net", safe_serialization=True)
+    script = (
+        "import sys, torch, retrieval\n"
+        "from retrieval.host.plugins import create\n"
+        "net = create('backbone', 'core.timm', model=sys.argv[1], pretrained=True, size=64)\n"
+        "torch.save(net.eval()(torch.ones(1, 3, 64, 64)), sys.argv[2])\n"
+    )
+    with torch.no_grad():
+        x = torch.ones(1, 3, 64, 64)
+        net = whole.eval()
+        expected = net.forward_head(net.forward_features(x), pre_logits=True)
+    with running_hub() as hub:
+        files = {file.name: file.read_bytes() for file in (tmp_path / "net").iterdir()}
+        hub.repositories.setdefault("someone/net", Repository()).commit(files)
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        for name in ("hf-hub:someone/net", f"local-dir:{tmp_path / 'net'}"):
+            line = [sys.executable, "-c", script, name, str(tmp_path / "out.pt")]
+            subprocess.run(line, check=True, env={**os.environ, **environment}, timeout=300)
+            torch.testing.assert_close(torch.load(tmp_path / "out.pt"), expected)
+    with pytest.raises(DataError, match=f"The files of local-dir:{tmp_path} could not be loaded"):
+        build("timm", model=f"local-dir:{tmp_path}", pretrained=True)
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -10,9 +10,11 @@ import pytest
 import retrieval
 import torch
 import worded
+from PIL import Image
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.texts import EncodedTexts, ItemTexts
 from retrieval.errors import DataError, PluginError, RecipeError
+from retrieval.host.plugins import create
 from retrieval.model.model import TextPart
 from retrieval.recipe.read import check_recipe
 from retrieval.recipe.tables import Text
@@ -72,6 +74,27 @@ def test_without_a_text_an_error_names_the_columns():
     data = ArrayDataset(np.zeros((2, 2, 2), np.uint8), ["x", "y"], metadata=[{"texts": "a"}] * 2)
     with pytest.raises(DataError, match=r"column 'text' .the data have: texts.. Did you mean"):
         ItemTexts(data, Text(name="x"))
+
+
+def test_texts_come_from_csv_from_parquet_and_from_hugging_face(tmp_path):
+    wanted = [["red mug", "mug"], ['two"dogs']]
+    for name in "ab":
+        Image.new("L", (4, 4)).save(tmp_path / f"{name}.png")
+    csv = tmp_path / "photos.csv"
+    csv.write_text('path,label,text\na.png,a,"red mug\nmug"\nb.png,b,"two""dogs"\n')
+    data = [create("dataset", "core.csv", manifest=str(csv))]
+    arrow = pytest.importorskip("pyarrow")
+    columns = {"label": ["a", "b"], "text": wanted}
+    vectors = arrow.array([[1.0, 2.0], [3.0, 4.0]], arrow.list_(arrow.float32()))
+    lines = {"key": ["a", "b"], "label": ["a", "b"], "text": ["red mug\nmug", 'two"dogs']}
+    table = arrow.table({"features": vectors, **lines})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "photos.parquet")
+    data.append(create("dataset", "core.parquet", path=str(tmp_path / "photos.parquet")))
+    datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
+    images = [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    data.append(retrieval.as_dataset(datasets.Dataset.from_dict({"image": images, **columns})))
+    for dataset in data:
+        assert ItemTexts(dataset, Text(name="x")).of([0, 1]) == wanted
 
 
 def labels_of(texts: ItemTexts, items: Any, batch: int = 0) -> Any:
