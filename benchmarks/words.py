@@ -1,7 +1,7 @@
 """Words of items in a local index: what keeping them costs a write, and what a search costs.
 
     python benchmarks/words.py                # 60,000 and 1,000,000 items; writes results/words.md
-    python benchmarks/words.py --rows 2000    # one size, which is not kept
+    python benchmarks/words.py --rows 2000    # one size
 
 Vectors are those of `search.py` (Fashion-MNIST, 128 principal components). An item has about twelve
 words: ten that follow one another on a page of the documentation, a colour, and a size. An index
@@ -27,7 +27,17 @@ from retrieval.store.contract import Item, widths_of
 from retrieval.store.folder import create_local
 from retrieval.store.local import LocalStore
 
-from bench import DOCS, Row, alone, arguments, finish, machine_of, markdown, one_thread, page
+from bench import (
+    DOCS,
+    Kept,
+    Row,
+    alone,
+    machine_of,
+    markdown,
+    one_thread,
+    page,
+    resume_arguments,
+)
 from scaled_bundle import make_bundle
 from search import vectors_of
 
@@ -72,7 +82,7 @@ def measure(count: int) -> Row:
     """Measure one size, in this process."""
     one_thread()
     vectors, queries = vectors_of(count, WIDTH, 0.25)
-    row: Row = {"items": count}
+    row: Row = {"items": count, **machine_of("apsw", "numpy")}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_bundle(folder / "bundle", WIDTH, 1.0)
@@ -128,8 +138,10 @@ def searches(folder: Path, bundle: Bundle, queries: Any, texts: dict[str, str]) 
     return rows
 
 
-def render(raw: Row) -> str:
-    sizes = raw["sizes"]
+def render(rows: list[Row]) -> str:
+    machines = "; ".join(
+        dict.fromkeys(f"{row['machine']}, {row['versions']} (load {row['load']})" for row in rows)
+    )
     head = ["items", "add, s", "with words, s", "one item, ms", "with words, ms"]
     head += ["CPU, ms", "with words, ms", "`index words`, s", "MB", "with words, MB"]
     writes = [
@@ -142,7 +154,7 @@ def render(raw: Row) -> str:
             f"{row['bytes_without'] / 1e6:,.0f}",
             f"{row['bytes_with'] / 1e6:,.0f}",
         ]
-        for row in sizes
+        for row in rows
     ]
     columns = ("0", "0.5", "1", "0, filtered", "0.5, filtered", "1, filtered")
     asked = [
@@ -152,7 +164,7 @@ def render(raw: Row) -> str:
             f"{search['items']:,}",
             *(f"{1e3 * search[column]:.1f}" for column in columns),
         ]
-        for row in sizes
+        for row in rows
         for search in row["searches"]
     ]
     return page(f"""
@@ -162,8 +174,7 @@ def render(raw: Row) -> str:
         an item, written in blocks of {BLOCK:,} items and then item by item ({ONES} medians of
         durable adds; wall time, then CPU time). `index words` reads the words of an index that kept
         none. Sizes are those after compaction. Times are CPU times of one thread, if not said
-        otherwise; {raw["machine"]}, {raw["versions"]}, shared with other programs (load
-        {raw["load"]}).
+        otherwise. Shared with other programs: {machines}.
 
         {markdown(head, writes)}
 
@@ -184,12 +195,14 @@ KINDS = ("without", "with")
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--rows", type=int, help="one size, which is not kept")
-    rows = parser.parse_args().rows
-    raw = machine_of("apsw", "numpy")
-    raw["sizes"] = [alone(measure, count) for count in ([rows] if rows else SIZES)]
-    finish("words", raw, render(raw), keep=not rows)
+    parser = resume_arguments(__doc__)
+    parser.add_argument("--rows", type=int, help="one size")
+    options = parser.parse_args()
+    kept = Kept("words", options, ["items"])
+    sizes = [options.rows] if options.rows else SIZES
+    for (count,) in kept.missing((count,) for count in sizes):
+        kept.add(alone(measure, count))
+    kept.finish(render(kept.rows))
 
 
 if __name__ == "__main__":
