@@ -223,7 +223,7 @@ def evaluate(
         if gallery is not None:
             items, rows = np.unique(np.concatenate([query, gallery]), return_index=True)
             images = torch.cat(codes)[rows]
-        sides = text_sides(texts_of(run), items, images, model.text)
+        sides = text_sides(texts_of(run, ahead=False), items, images, model.text)
         contestants |= {
             name: evaluate_codes(**arguments, metrics=chosen) for name, arguments in sides.items()
         }

@@ -222,6 +222,22 @@ def test_a_run_becomes_a_bundle_that_finds_images_by_words(make, tmp_path):
     assert short.encode_text(texts).shape == (4, 8)
 
 
+def test_a_pair_of_encoders_is_exported_as_it_comes(make, tmp_path):
+    whole = {"frozen": True, "name": "worded.words"}
+    recipe = make(
+        backbone={"name": "toolbox.net", "width": 4, "frozen": True},
+        head={"identity": True},
+        text=whole | {"identity": True},
+    )
+    run = retrieval.train(recipe, tmp_path / "run", progress=False)
+    encoder = run.export(progress=False)
+    texts = ["a seven", "even"]
+    part = run.model.text
+    assert part is not None
+    expected = part.features(part.tokens(texts)).detach().numpy()
+    assert np.abs(encoder.encode_text(texts) - expected).max() < 1e-5
+
+
 # --- refusals
 
 
