@@ -121,7 +121,7 @@ def test_an_index_in_an_engine_learns_switches_goes_back_and_forgets(address, tm
         click(client, 250, 1)
         out = learn()
         assert "Trial 1, of feedback." in out and "switched" in out
-        assert "The metric that is served is on trial: its predecessor." in out
+        assert "The metric that is served is on trial against the model alone." in out
 
     # Without exploring, the server shows what it serves.
     with serving(address, file, 0.0) as client:
