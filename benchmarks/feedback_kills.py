@@ -11,10 +11,9 @@ acknowledged mark must be there, with the value that was acknowledged last, once
 an answer may have stored all of its marks or none. The next server gets the requests without an
 answer again, and must count only what is new.
 
-A history ends when something learned is served and on probation against its predecessor. Then an
-undisturbed worker on a new index gets the same feedback, as much before each trial as the trial
-says: generations, what they serve, and trials with their heads, voters and verdicts must be the
-same.
+A history ends when something learned is served, and watched. Then an undisturbed worker on a new
+index gets the same feedback, as much before each trial as the trial says: generations, what they
+serve, and trials with their heads, voters and verdicts must be the same.
 
 Only the processes die. The system lives, and keeps everything that it was given to write.
 """
@@ -66,11 +65,13 @@ PAUSE = 0.05
 """Seconds between two searches of a client."""
 LONGEST = 2.0
 """Seconds from the start until both are killed, at most, in the first kill of a history. The time
-grows by half while the worker gets no further, and shrinks by half when it does.
+grows by half while the worker gets no further, and shrinks by a third when it does.
 """
 SWITCH = 1.0
 """Seconds from the beginning of a switch until both are killed, at most."""
 LEARNERS = ("feedback.low_rank", "feedback.diagonal")
+WATCHED = "watch is open"
+"""Stage at which a history ends."""
 DONE = ("waits", "learned nothing", "on trial")
 """Actions after which a worker can do no more without new feedback."""
 WORDS = {"liked": LIKED, "disliked": DISLIKED, "clicked": CLICKED}
@@ -393,7 +394,7 @@ def prepare(folder: Path) -> None:
 
 
 def history(number: int, new: Path, most: int) -> Row:
-    """Kill servers and workers of a copy of an index until something learned came on probation.
+    """Kill servers and workers of a copy of an index until something learned is served.
 
     Args:
         number: seed of the users and of the moments.
@@ -417,7 +418,7 @@ def history(number: int, new: Path, most: int) -> Row:
         for folder in (killed, other):
             shutil.copytree(new, folder.parent)
         longest = LONGEST
-        while len(stages) < most and "probation" not in "".join(stages):
+        while len(stages) < most and stages[-1:] != [WATCHED]:
             was_moving, faults = kill(killed, clients, chance, longest)
             moving += was_moving
             wrong += faults
