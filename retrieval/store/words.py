@@ -2,7 +2,7 @@
 
 The words of an item are those of its label, and of the texts and numbers in its metadata. Two
 triggers keep them in step with the table `items`, so whatever a transaction does to an item, it
-does to the item's words, in every version of this program. `items` alone holds the texts.
+does to the item's words. The index has no copy of the texts.
 """
 
 from __future__ import annotations
