@@ -523,11 +523,17 @@ class RemoteStore(Store):
 
     def original(self, id: str) -> bytes | None:
         """Return the bytes of an original; see `Store`."""
+        return self.originals([id]).get(id)
+
+    def originals(self, ids: Iterable[str]) -> dict[str, bytes]:
+        """Return the bytes of originals by id; see `Store`."""
         with self._reading():
-            for row in self._read_rows(self._read_register().served, usable([id])):
-                if row.pieces is not None:
-                    return b"".join(self._read_pieces(row.version, row.pieces))
-        return None
+            rows = self._read_rows(self._read_register().served, usable(dict.fromkeys(ids)))
+            return {
+                row.id: b"".join(self._read_pieces(row.version, row.pieces))
+                for row in rows
+                if row.pieces is not None
+            }
 
     def _all_rows(
         self,

@@ -22,6 +22,12 @@ PIECE_BYTES = 45_000
 _FIELDS = ("id", "label", "stamp", "keep", "bytes", "width", "height")
 
 
+def apart(generation: Generation) -> list[str]:
+    """Return the names of the arrays that an engine stores beside the vectors of sub-spaces."""
+    # A single sub-space is the vector.
+    return [name for name in generation.widths if name != VECTOR or len(generation.spans) > 1]
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One item in the collection of a generation (the arrays of all items under one bundle).
@@ -87,8 +93,7 @@ class Row:
         # Engines return vectors as lists of numbers; base64 is shorter and exact.
         texts = {
             name: base64.b64encode(self.arrays[name].astype("<f4").tobytes()).decode()
-            for name in generation.widths
-            if name != VECTOR or len(vectors) > 1
+            for name in apart(generation)
         }
         return {**self.record, "arrays": texts}, vectors
 

