@@ -14,6 +14,7 @@ from retrieval.errors import DataError
 from retrieval.index import answering
 from retrieval.index.index import create_index
 from retrieval.store.contract import Item
+from retrieval.store.words import _READ_AT_ONCE
 
 COLOURS = ("red", "blue", "dark green", "red and blue")
 COUNT = 300
@@ -63,15 +64,18 @@ def scored(hits):
 
 def places(costs):
     """Return the place of each id, from 1; equal costs share the first of their places."""
-    return {id: 1 + sum(other < cost for other in costs.values()) for id, cost in costs.items()}
+    ascending = sorted(costs.values())
+    first = {cost: place for place, cost in reversed(list(enumerate(ascending, 1)))}
+    return {id: first[cost] for id, cost in costs.items()}
 
 
 def fused(index, text, weight, filter=None, depth=answering.FUSED):
     """Return ids with scores, as the definition has them, of all items."""
-    vectors = {hit.id: hit.distance for hit in index.search(text=text, words=0, k=COUNT)}
-    words = {id: -score for id, score in index.store.search_words(text, COUNT)}
+    count = len(index)
+    vectors = {hit.id: hit.distance for hit in index.search(text=text, words=0, k=count)}
+    words = {id: -score for id, score in index.store.search_words(text, count)}
     if filter is not None:
-        allowed = {item.id for item in index.scan(filter, limit=COUNT)}
+        allowed = {item.id for item in index.scan(filter, limit=count)}
         vectors = {id: cost for id, cost in vectors.items() if id in allowed}
         words = {id: cost for id, cost in words.items() if id in allowed}
     scores = dict.fromkeys(vectors, 0.0)
@@ -111,6 +115,33 @@ def test_places_beyond_the_depth_add_nothing(both, monkeypatch, text):
     with pytest.raises(DataError, match="ends at the 20th hit"):
         both.search(text=text, k=20, offset=1)
     assert len(both.search(text=text, words=0, k=20, offset=1)) == 20
+
+
+def test_an_index_with_more_items_than_places(tmp_path, makers):
+    count = 12_000
+    create_index(tmp_path / "i", makers.add_text(makers.make_bundle(tmp_path / "bundle")))
+    vectors = np.random.default_rng(3).normal(size=(count, makers.WIDTH)).astype(np.float32)
+    colours = np.random.default_rng(4).permutation(np.arange(count) % 4)
+    # Four texts for all items, so thousands share a place by their words.
+    items = [
+        Item(f"{n:05}", f"mug {COLOURS[colour]}", arrays={"vector": vectors[n]})
+        for n, colour in enumerate(colours.tolist())
+    ]
+    with retrieval.Index.open(tmp_path / "i", threads=1) as index:
+        index.upsert(items)
+        blocks = []
+        index.store.keep_words(blocks.append)
+        assert blocks == [_READ_AT_ONCE, _READ_AT_ONCE, 2000]
+        for text in ("green three", "red nine", "mug four"):
+            hits = index.search(text=text, k=1000)
+            expected, _ = fused(index, text, 0.5)
+            np.testing.assert_allclose(
+                [hit.score for hit in hits], [score for _, score in expected[:1000]]
+            )
+            scores = dict(expected)
+            assert {hit.id: hit.score for hit in hits} == pytest.approx(
+                {hit.id: scores[hit.id] for hit in hits}
+            )
 
 
 def test_defaults_take_what_there_is(both, alone, tmp_path, folder):
