@@ -122,6 +122,12 @@ def test_identity(after_tutorial, root, monkeypatch):
     assert (after_tutorial.folder / "vectors" / "part-000000.parquet").is_file()
 
 
+def test_elsewhere(after_tutorial, root):
+    after_tutorial.follow(root / "docs" / "elsewhere.md")
+    for name in ("items.parquet", "atlas.parquet", "fiftyone/labels.json"):
+        assert (after_tutorial.folder / name).is_file()
+
+
 def notebook(reader: Any, blocks: list[Any]) -> tuple[list[str], list[str]]:
     """Run a page's blocks in one namespace; return the outputs, and the outputs that it shows."""
     names: dict[str, Any] = {}

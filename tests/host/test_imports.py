@@ -53,8 +53,8 @@ MOST_ENTRIES, MOST_INNER, MOST_FACE = 23, 10, 36
 FACES = {"retrieval", "retrieval.client", "retrieval.results"}
 """Modules of public names, which name the modules of applications as text or for type checkers."""
 APPLICATIONS = {
-    *("retrieval_engines", "retrieval_feedback", "retrieval_hub", "retrieval_lab"),
-    *("retrieval_mcp", "retrieval_server"),
+    *("retrieval_engines", "retrieval_exports", "retrieval_feedback", "retrieval_hub"),
+    *("retrieval_lab", "retrieval_mcp", "retrieval_server"),
 }
 """Plugins of this distribution that are built on the rooms; the others import only `PUBLIC`."""
 INNER = {
