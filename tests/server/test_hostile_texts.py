@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from retrieval.index.index import create_index
+from retrieval.index.index import create_index, open_index
 
 COUNT = 3_334
 """Texts for each of three kinds of tokenizers."""
@@ -92,7 +92,7 @@ KINDS = ["wordpiece", "bpe", "unigram"]
 
 @pytest.fixture(scope="module", params=KINDS)
 def server(request, shared, makers, tmp_path_factory):
-    """A server of digits whose text encoder sums random vectors of tokens."""
+    """A server of digits that keeps words; its text encoder sums random vectors of tokens."""
     home = tmp_path_factory.mktemp(request.param)
     tokenizer = trained(request.param)
     size = (tokenizer.get_vocab_size(), makers.WIDTH)
@@ -100,6 +100,9 @@ def server(request, shared, makers, tmp_path_factory):
     bundle = makers.put_text(makers.make_bundle(home / "bundle"), tokenizer, words)
     images = makers.write_digits(home / "photos", 50)
     create_index(home / "digits", bundle, images, progress=False)
+    # So that each text is also a query of words.
+    with open_index(home / "digits", threads=1) as index:
+        index.keep_words(progress=False)
     served = shared(home / "digits")
     served.first = COUNT * KINDS.index(request.param)
     return served
