@@ -749,7 +749,7 @@ def _description(served: Served, index: Index) -> dict[str, Any]:
         "vector": manifest.vector,
         "distance": manifest.distance.name,
         "rescores": manifest.rescorer is not None,
-        "text": bundle.takes_text,
+        "text": bundle.takes_text or index.store.keeps_words(),
         "format": INDEX_FORMAT,
         "generation": index.generation.number,
         "generations": [

@@ -75,6 +75,22 @@ def test_an_empty_text_and_one_that_the_server_refuses_are_sentences(page, serve
     page.wait_for_selector("#answers:not(.wall)")
 
 
+def test_an_index_that_keeps_words_takes_texts_without_a_model_of_texts(page, served, living):
+    with retrieval.Index.open(living) as index:
+        for digit, word in enumerate(WORDS):
+            index.update(filter=f"label = '{digit}'", label=f"a hand-written {word}")
+        index.keep_words()
+    server = served(living)
+    page.goto(server.url)
+    page.wait_for_selector("#words:not([hidden])")
+    ask(page, "three")
+    answered(page)
+    assert shows(page, results(server, json={"text": "three"}))
+    assert set(page.locator(".hit .label").all_inner_texts()) == {"a hand-written three"}
+    assert page.locator(".hit .score").count() == 0
+    assert page.faults == []
+
+
 def test_a_model_without_texts_shows_no_field(page, served, index_path):
     page.goto(served(index_path).url)
     page.wait_for_selector("text=200 items")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from retrieval.bundle.bundle import Bundle
-from retrieval.index.index import open_index
+from retrieval.index.index import create_index, open_index
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,11 +28,12 @@ WORK = textwrap.dedent("""
         hits = index.search(index.bundle.encode_image(query), 3)[0]
     import retrieval_server.app, retrieval_server.server
     assert "torch" not in sys.modules
-    assert not any(name.startswith(("retrieval_", "retrieval.host.plugins")) for name in sys.modules)
+    plugins = {name.partition(".")[0] for name in sys.modules if name.startswith("retrieval_")}
+    assert plugins == {"retrieval_server"} and "retrieval.host.plugins" not in sys.modules
     assert importlib.util.find_spec("torch") is None
     assert importlib.util.find_spec("pytorch_metric_learning") is None
     print(json.dumps([encoded.vector[0].tolist(), [[hit.id, hit.distance] for hit in hits]]))
-""")  # noqa: E501
+""")
 
 
 def clean() -> dict[str, str]:
@@ -70,7 +71,7 @@ def light_python(tmp_path_factory):
 
 @pytest.mark.long
 def test_index_search_and_serve_work_without_torch(
-    light_python, bundle_path, index_path, photos, served, tmp_path
+    light_python, bundle_path, index_path, photos, served, makers, tmp_path
 ):
     def run(*words: object) -> str:
         options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": clean()}
@@ -88,13 +89,22 @@ def test_index_search_and_serve_work_without_torch(
     assert [key for key, _ in hits] == [hit.id for hit in expected]
     listed = json.loads(run(light_python, "-m", "pip", "list", "--format=json"))
     names = {package["name"].lower() for package in listed}
-    assert "torch" not in names
+    assert not {"torch", "transformers"} & names
     assert {"faiss-cpu", "onnxruntime", "starlette", "embedding-retrieval"} <= names
     assert "4/0004.png" in run(light_python.with_name("retrieval"), "search", out, query)
     server = served(out, python=str(light_python))
     answer = server.client.post("/v1/search", files={"image": query.read_bytes()}).json()
     assert answer["results"][0]["key"] == "4/0004.png"
     assert "<title>Image search" in server.client.get("/").text  # the page is in the package
+    texts = tmp_path / "texts"
+    create_index(texts, makers.add_text(makers.make_bundle(tmp_path / "b")), [photos])
+    command = light_python.with_name("retrieval")
+    (found,) = json.loads(run(command, "search", texts, "--text", "four", "-k", "1", "--json"))
+    assert found["results"][0]["label"] == "4"
+    answer = served(texts, python=str(light_python)).client.post(
+        "/v1/search", json={"text": "four"}
+    )
+    assert answer.json()["results"][0]["id"] == found["results"][0]["id"]
     maps = Path(f"/proc/{server.process.pid}/maps")
     assert "libtorch" not in (maps.read_text() if sys.platform == "linux" else "")
 
