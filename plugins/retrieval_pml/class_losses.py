@@ -10,11 +10,11 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import loss_and_miner_utils
-from retrieval.helpers import item_losses, losses_of, reduced_loss
+from retrieval.helpers import item_losses, reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.pair_sums import Pairs, against_others, log_sums, scaled
+from retrieval_pml.pair_sums import Pairs, against_others, log_sums, nearness, scaled
 from retrieval_pml.upstream_factories import FIXED, cosines_within, offer
 
 Degrees = Annotated[float, Field(ge=0, lt=180)]
@@ -153,26 +153,21 @@ class ProxyAnchorLoss(losses.ProxyAnchorLoss):
         weights = loss_and_miner_utils.convert_to_weights(
             indices_tuple, labels, dtype=embeddings.dtype
         )
-        exponents = None if indices_tuple is None else (weights - 1).expand(self.num_classes, -1)
-        proxies, items = torch.sort(labels)
-        pairs = Pairs(proxies, items, (proxies, items), exponents)
-        alpha = self.alpha
-        if not self.distance.is_inverted:
-            alpha = -alpha
+        exponents = (weights - 1).expand(self.num_classes, -1)
+        items = torch.arange(len(labels), device=labels.device)
+        pairs = Pairs(labels, items, (labels, items), exponents)
         # Each proxy is an anchor, and all items are compared with it.
         mat = self.distance(embeddings, self.proxies).T
+        alpha = nearness(self.distance, self.alpha)
         push, values = against_others(mat, scaled(alpha), pairs)
-        own = weights[items] - 1 - alpha * (values - self.margin)
-        pull = log_sums(own, proxies, self.num_classes)
-        sides = {
-            "pos_loss": (pull, len(torch.unique_consecutive(proxies))),
-            "neg_loss": (push + alpha * self.margin, self.num_classes),
-        }
+        own = weights - 1 - alpha * (values - self.margin)
+        pull = log_sums(own, labels, self.num_classes)
+        push = push + alpha * self.margin
         parts: dict[str, Any] = {}
-        rows = torch.arange(self.num_classes, device=labels.device)
-        for name, (exponents, divisor) in sides.items():
-            parts |= losses_of(F.softplus(exponents), rows, "element", name)
-            parts[name]["divisor"] = divisor
+        for name, logits in (("pos_loss", pull), ("neg_loss", push)):
+            parts[name] = item_losses(F.softplus(logits))["loss"]
+        parts["pos_loss"]["divisor"] = len(torch.unique(labels))
+        parts["neg_loss"]["divisor"] = self.num_classes
         self.add_weight_regularization_to_loss_dict(parts, self.proxies)
         return parts
 

@@ -24,6 +24,7 @@ from retrieval_pml.pair_sums import (
     log_sums,
     loss_of_sum,
     matrix_of,
+    nearness,
     reducer_of,
     scaled,
 )
@@ -70,12 +71,6 @@ class _PairSums(GenericPairLoss):
         """Return the losses by name, from distances (N, M), which may be those within a batch."""
         raise NotImplementedError
 
-    def nearness(self, factor: float) -> float:
-        """Return a factor of similarities, or its negative for distances."""
-        if self.distance.is_inverted:
-            return factor
-        return -factor
-
 
 class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
     """Contrastive loss: pulls positive pairs within one margin, pushes negatives beyond another.
@@ -107,7 +102,10 @@ class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
             return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         pairs = labelled_pairs(labels, ref_labels, column_of_anchors(labels, ref_labels))
         mat = matrix_of(self.distance, embeddings, ref_emb)
-        sums, counts, values = excesses_over_others(mat, self._excesses, pairs)
+        slope = nearness(self.distance, 1)
+        sums, values, counts = excesses_over_others(
+            mat, lambda mat: (self.distance.margin(self.neg_margin, mat), slope), pairs
+        )
         if type(reducer_of(self, "neg_loss")) is reducers.AvgNonZeroReducer:
             count = counts.sum()
         else:
@@ -118,11 +116,6 @@ class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
             pull = self.pos_calc(values, self.pos_margin)
             parts |= losses_of(pull, (pairs.anchors, pairs.positives), "pos_pair", "pos_loss")
         return parts
-
-    def _excesses(self, mat: Tensor) -> tuple[Tensor, float]:
-        """Return how far negative pairs are within the margin, and the derivative."""
-        slope = 1.0 if self.distance.is_inverted else -1.0
-        return self.distance.margin(self.neg_margin, mat), slope
 
 
 class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss):
@@ -214,13 +207,13 @@ class LiftedStructureLoss(_PairSums, losses.LiftedStructureLoss):
         """Return the losses of the positive pairs."""
         if len(pairs.anchors) == 0 or not pairs.negatives:
             return self.zero_losses()
-        nearness = self.nearness(1)
-        push, values = against_others(mat, scaled(nearness), pairs)
+        sign = nearness(self.distance, 1)
+        push, values = against_others(mat, scaled(sign), pairs)
         around = push[pairs.anchors]
         if same_items:
             around = torch.logaddexp(around, push[pairs.positives])
         pull = self.distance.margin(values, self.pos_margin)
-        loss = F.relu(around - nearness * self.neg_margin + pull) ** 2 / 2
+        loss = F.relu(around - sign * self.neg_margin + pull) ** 2 / 2
         return losses_of(loss, (pairs.anchors, pairs.positives), "pos_pair")
 
 
@@ -238,11 +231,11 @@ class GeneralizedLiftedStructureLoss(_PairSums, losses.GeneralizedLiftedStructur
 
     def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
         """Return the anchors' losses."""
-        nearness = self.nearness(1)
-        push, values = against_others(mat, scaled(nearness), pairs)
+        sign = nearness(self.distance, 1)
+        push, values = against_others(mat, scaled(sign), pairs)
         pull = log_sums(self.distance.margin(values, self.pos_margin), pairs.anchors, len(mat))
         # Without positives or negatives, the sum is close to the lowest number.
-        return item_losses(F.relu(push - nearness * self.neg_margin + pull))
+        return item_losses(F.relu(push - sign * self.neg_margin + pull))
 
 
 class MultiSimilarityLoss(_PairSums, losses.MultiSimilarityLoss):
@@ -261,8 +254,8 @@ class MultiSimilarityLoss(_PairSums, losses.MultiSimilarityLoss):
 
     def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
         """Return the anchors' losses."""
-        alpha = self.nearness(self.alpha)
-        beta = self.nearness(self.beta)
+        alpha = nearness(self.distance, self.alpha)
+        beta = nearness(self.distance, self.beta)
         push, values = against_others(mat, scaled(beta), pairs)
         pull = log_sums(-alpha * (values - self.base), pairs.anchors, len(mat))
         push = F.softplus(push - beta * self.base) / self.beta
@@ -315,7 +308,7 @@ class SupConLoss(_PairSums, losses.SupConLoss):
         # If other rows of the batch have positives, a mean over anchors counts these rows too.
         if not pairs.negatives or (len(pairs.anchors) == 0 and first_row() is None):
             return self.zero_losses()
-        scale = self.nearness(1 / self.temperature)
+        scale = nearness(self.distance, 1 / self.temperature)
         push, values = against_others(mat, scaled(scale), pairs)
         logits = scale * values
         total = torch.logaddexp(push, log_sums(logits, pairs.anchors, len(mat)))
@@ -359,7 +352,7 @@ class NTXentLoss(_AgainstNegatives, losses.NTXentLoss):
     @property
     def factor(self) -> float:
         """Factor of the exponents."""
-        return self.nearness(1 / self.temperature)
+        return nearness(self.distance, 1 / self.temperature)
 
     def pulled(self, values: Tensor) -> Tensor:
         """Return the exponents (P,) of positive pairs."""

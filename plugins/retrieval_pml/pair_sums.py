@@ -8,7 +8,7 @@ computes the exponentials again, so the memory is two matrices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Exponents = Callable[[Tensor], tuple[Tensor, Tensor | float]]
-"""Returns the exponents of rows of the matrix of pairs, as a new tensor, and their derivative."""
-ENTRIES = 2**17
-"""Number of exponents that the forward pass has in memory at a time, on a CPU."""
+"""Returns the exponents of a matrix of pairs, as a new tensor, and their derivative."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Pairs:
     Args:
         anchors: anchors (P,) of the positive pairs.
         positives: the other items (P,) of the positive pairs.
-        not_negative: anchors (K,), ascending, and other items (K,) of pairs that are not negative.
+        not_negative: anchors (K,) and other items (K,) of pairs that are not negative.
         weights: logarithms (N, M) of the weights of pairs as negatives, −∞ for others.
         negatives: number of negative pairs; the losses of classes do not need it.
     """
@@ -97,16 +95,20 @@ def listed_pairs(mat: Tensor, indices: Any, repeated: bool) -> Pairs:
     If not `repeated`, a pair that is listed several times counts once.
     """
     a1, p, a2, n = indices
-    if repeated:
-        single = mat.new_ones(())
-        counts = torch.zeros_like(mat).index_put_((a2, n), single, accumulate=True)
-        log_counts = counts[a2, n].log_()
-    else:
-        log_counts = mat.new_zeros(())
-        mask = torch.zeros_like(mat, dtype=torch.bool)
-        a1, p = torch.where(mask.index_put_((a1, p), torch.ones_like(mask[0, 0])))
-    weights = torch.full_like(mat, -torch.inf).index_put_((a2, n), log_counts)
+    single = mat.new_ones(())
+    counts = torch.zeros_like(mat).index_put_((a2, n), single, accumulate=repeated)
+    # The logarithms of all entries would take long: most are of 0.
+    weights = torch.full_like(mat, -torch.inf).index_put_((a2, n), counts[a2, n].log())
+    if not repeated:
+        a1, p = torch.where(torch.zeros_like(mat).index_put_((a1, p), single))
     return Pairs(a1, p, (a1[:0], p[:0]), weights=weights, negatives=len(a2))
+
+
+def nearness(distance: Any, factor: float) -> float:
+    """Return a factor of similarities, or its negative for distances."""
+    if distance.is_inverted:
+        return factor
+    return -factor
 
 
 def scaled(factor: float) -> Exponents:
@@ -126,42 +128,65 @@ def against_others(mat: Tensor, exponents: Exponents, pairs: Pairs) -> tuple[Ten
         The logarithms (N,), the lowest number for an anchor without negatives, and the entries (P,)
         of `mat` at the positive pairs.
     """
-    sums, values = _AgainstOthers.apply(mat, exponents, pairs)
+    sums, values, _ = _Sums.apply(mat, exponents, pairs, False)
     return sums, values
 
 
-class _AgainstOthers(torch.autograd.Function):
+def excesses_over_others(
+    mat: Tensor, exponents: Exponents, pairs: Pairs
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Σ max(0, exponent) of the negatives of each anchor instead of log Σ exp(exponent).
+
+    Returns:
+        The sums (N,), the positive pairs' values (P,), and the numbers (N,) of exponents above 0.
+    """
+    sums, values, counts = _Sums.apply(mat, exponents, pairs, True)
+    return sums, values, counts
+
+
+class _Sums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mat: Tensor, exponents: Exponents, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        lowest = torch.finfo(mat.dtype).min
-        blocks = []
-        for powers, _ in _of_negatives(mat, exponents, pairs, _rows_of_block(mat)):
+    def forward(
+        ctx: Any, mat: Tensor, exponents: Exponents, pairs: Pairs, hinge: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        powers, _ = _of_negatives(mat, exponents, pairs)
+        counts = None
+        if hinge:
+            sums = powers.relu_().sum(1)
+            counts = powers.sign_().sum(1)
+            ctx.mark_non_differentiable(counts)
+        else:
+            lowest = torch.finfo(mat.dtype).min
             top = powers.amax(1, keepdim=True).clamp_(min=lowest)
             total = powers.sub_(top).clamp_(min=_lowest_exponent(mat)).exp_().sum(1)
-            blocks.append(total.log_().add_(top.squeeze(1)))
-        sums = torch.cat(blocks).clamp_(min=lowest)
+            sums = total.log_().add_(top.squeeze(1)).clamp_(min=lowest)
         ctx.save_for_backward(mat, sums)
-        ctx.exponents = exponents
-        ctx.pairs = pairs
-        return sums, mat[pairs.anchors, pairs.positives]
+        ctx.arguments = exponents, pairs, hinge
+        return sums, mat[pairs.anchors, pairs.positives], counts
 
     @staticmethod
-    def backward(ctx: Any, of_sums: Tensor, of_values: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        of_sums, of_values, _ = of_outputs
         mat, sums = ctx.saved_tensors
-        ((powers, slopes),) = _of_negatives(mat, ctx.exponents, ctx.pairs, len(mat))
+        exponents, pairs, hinge = ctx.arguments
+        powers, slopes = _of_negatives(mat, exponents, pairs)
         slopes = of_sums.unsqueeze(1) * slopes
-        low = _lowest_exponent(mat)
-        shares = powers.sub_(sums.unsqueeze(1)).clamp_(min=low).exp_()
-        limit = 1.01 * math.exp(low)
+        if hinge:
+            shares = powers.detach().gt_(0)
+            limit = 0.0
+        else:
+            low = _lowest_exponent(mat)
+            shares = powers.sub_(sums.unsqueeze(1)).clamp_(min=low).exp_()
+            limit = 1.01 * math.exp(low)
         if torch.is_grad_enabled():
             # A second derivative needs the exponentials. `where` keeps out that of the distance of
             # an item from itself, which is NaN.
             gradient = torch.where(shares > limit, shares * slopes, 0)
         else:
             gradient = F.threshold(shares, limit, 0, inplace=True).mul_(slopes)
-        places = ctx.pairs.anchors, ctx.pairs.positives
         # A positive pair may be listed twice.
-        return gradient.index_put_(places, of_values, accumulate=True), None, None
+        gradient.index_put_((pairs.anchors, pairs.positives), of_values, accumulate=True)
+        return gradient, None, None, None
 
 
 def _lowest_exponent(mat: Tensor) -> float:
@@ -169,70 +194,12 @@ def _lowest_exponent(mat: Tensor) -> float:
     return 0.9 * math.log(torch.finfo(mat.dtype).tiny)
 
 
-def excesses_over_others(
-    mat: Tensor, exponents: Exponents, pairs: Pairs
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Σ max(0, excess) of the negatives of each anchor, like `against_others`.
-
-    Returns:
-        The sums (N,), the numbers (N,) of excesses above 0, and the positive pairs' values (P,).
-    """
-    sums, counts, values = _ExcessesOverOthers.apply(mat, exponents, pairs)
-    return sums, counts, values
-
-
-class _ExcessesOverOthers(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, mat: Tensor, exponents: Exponents, pairs: Pairs
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sums, counts = [], []
-        for excesses, _ in _of_negatives(mat, exponents, pairs, _rows_of_block(mat)):
-            sums.append(excesses.relu_().sum(1))
-            # Summing numbers is four times as fast as counting true values.
-            counts.append(excesses.sign_().sum(1))
-        count = torch.cat(counts).long()
-        ctx.save_for_backward(mat)
-        ctx.exponents = exponents
-        ctx.pairs = pairs
-        ctx.mark_non_differentiable(count)
-        return torch.cat(sums), count, mat[pairs.anchors, pairs.positives]
-
-    @staticmethod
-    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor, None, None]:
-        of_sums, _, of_values = of_outputs
-        (mat,) = ctx.saved_tensors
-        ((excesses, slopes),) = _of_negatives(mat.detach(), ctx.exponents, ctx.pairs, len(mat))
-        gradient = excesses.gt_(0).mul_(of_sums.unsqueeze(1) * slopes)
-        places = ctx.pairs.anchors, ctx.pairs.positives
-        return gradient.index_put_(places, of_values, accumulate=True), None, None
-
-
-def _rows_of_block(mat: Tensor) -> int:
-    # On a CPU, a small block stays in the cache, and its memory is used again.
-    if mat.device.type == "cpu":
-        return max(1, ENTRIES // mat.shape[1])
-    return len(mat)
-
-
-def _of_negatives(
-    mat: Tensor, exponents: Exponents, pairs: Pairs, rows: int
-) -> Iterator[tuple[Tensor, Tensor | float]]:
-    """Yield the exponents of blocks of anchors, −∞ for pairs that are not negative; derivatives."""
-    anchors, partners = pairs.not_negative
-    starts = torch.arange(0, len(mat), rows, device=mat.device)
-    ends = [len(anchors)]
-    if rows < len(mat):
-        ends = torch.searchsorted(anchors, starts[1:]).tolist() + ends
-    first = 0
-    for block, end in enumerate(ends):
-        start = block * rows
-        powers, slopes = exponents(mat[start : start + rows])
-        if pairs.weights is not None:
-            powers += pairs.weights[start : start + rows]
-        skipped = anchors[first:end] - start, partners[first:end]
-        yield powers.index_put_(skipped, powers.new_tensor(-torch.inf)), slopes
-        first = end
+def _of_negatives(mat: Tensor, exponents: Exponents, pairs: Pairs) -> tuple[Tensor, Tensor | float]:
+    """Return the exponents, −∞ for all pairs that are not negative, and their derivative."""
+    powers, slopes = exponents(mat)
+    if pairs.weights is not None:
+        powers += pairs.weights
+    return powers.index_put_(pairs.not_negative, powers.new_tensor(-torch.inf)), slopes
 
 
 def log_sums(values: Tensor, segment: Tensor, segments: int) -> Tensor:

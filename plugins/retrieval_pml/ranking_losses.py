@@ -19,6 +19,7 @@ from retrieval_pml.pair_sums import (
     labelled_pairs,
     log_sums,
     matrix_of,
+    nearness,
     scaled,
 )
 from retrieval_pml.upstream_factories import FIXED, Share, offer
@@ -199,10 +200,7 @@ class NCALoss(losses.NCALoss):
         weights = loss_and_miner_utils.convert_to_weights(
             indices_tuple, query_labels, dtype=query.dtype, using_ref=not same_items
         )
-        if self.distance.is_inverted:
-            scale = self.softmax_scale
-        else:
-            scale = -self.softmax_scale
+        scale = nearness(self.distance, self.softmax_scale)
         # An item is not its own neighbour.
         itself = 0 if same_items else None
         pairs = labelled_pairs(query_labels, reference_labels, itself)
