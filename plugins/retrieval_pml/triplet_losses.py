@@ -13,8 +13,17 @@ from retrieval.helpers import Rows, losses_of, reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.pair_sums import loss_of_sum, matrix_of, reducer_of
-from retrieval_pml.upstream_factories import FIXED, Share, label_masks, offer
+from retrieval_pml.pair_sums import (
+    Pairs,
+    column_of_anchors,
+    excesses_over_others,
+    labelled_pairs,
+    loss_of_sum,
+    matrix_of,
+    nearness,
+    reducer_of,
+)
+from retrieval_pml.upstream_factories import FIXED, Share, offer
 
 TRIPLETS = 2**18
 """Number of triplets that are in memory at a time."""
@@ -79,8 +88,9 @@ class TripletMarginLoss(losses.TripletMarginLoss):
         return None
 
     def _all_triplets(self, mat: Tensor, labels: Tensor, ref_labels: Tensor, reducer: Any) -> Any:
-        positive, negative = label_masks(labels, ref_labels)
-        if not bool((positive.any(1) & negative.any(1)).any()):
+        pairs = labelled_pairs(labels, ref_labels, column_of_anchors(labels, ref_labels))
+        negative = labels.unsqueeze(1) != ref_labels.unsqueeze(0)
+        if not bool(negative.any(1)[pairs.anchors].any()):
             return self.zero_losses()
         if self.distance.is_inverted:
             distances = -mat
@@ -88,7 +98,7 @@ class TripletMarginLoss(losses.TripletMarginLoss):
             distances = mat
         low = getattr(reducer, "low", None)
         high = getattr(reducer, "high", None)
-        total, count = _AllTriplets.apply(distances, positive, negative, self.margin, low, high)
+        total, count = _AllTriplets.apply(distances, pairs, negative, self.margin, low, high)
         return loss_of_sum(self, "loss", total.to(mat.dtype), count)
 
 
@@ -108,7 +118,7 @@ class _AllTriplets(torch.autograd.Function):
     def forward(
         ctx: Any,
         distances: Tensor,
-        positive: Tensor,
+        pairs: Pairs,
         negative: Tensor,
         margin: float,
         low: float | None,
@@ -120,7 +130,8 @@ class _AllTriplets(torch.autograd.Function):
         """
         # An infinite distance makes the loss of what is no negative 0.
         to_negative = distances.masked_fill(~negative, torch.inf)
-        anchor, other = torch.where(positive)
+        anchor = pairs.anchors
+        other = pairs.positives
         limit = distances[anchor, other] + margin
         # The gradient is the number of triplets with a loss in which a distance occurs, so one
         # matrix (N, M) replaces the triplets in the backward pass.
@@ -196,26 +207,35 @@ class MarginLoss(losses.MarginLoss):
         )
         if indices_tuple is not None or self.triplets_per_anchor != "all" or not divided:
             return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        positive, negative = label_masks(labels, ref_labels)
-        positives = positive.sum(1, keepdim=True)
-        negatives = negative.sum(1, keepdim=True)
+        pairs = labelled_pairs(labels, ref_labels, column_of_anchors(labels, ref_labels))
+        positives = torch.bincount(pairs.anchors, minlength=len(labels))
+        equal = torch.bincount(pairs.not_negative[0], minlength=len(labels))
+        negatives = len(ref_labels) - equal
         triplets = positives * negatives
         if not bool(triplets.any()):
             return self.zero_losses()
         mat = matrix_of(self.distance, embeddings, ref_emb)
         beta = self.beta.to(mat)
         # Without boundaries per class, each item reads the single one in row 0.
-        edge = beta[labels if len(beta) > 1 else labels * 0].unsqueeze(1)
-        pull = F.relu(self.distance.margin(mat, edge) + self.margin) * positive
-        push = F.relu(self.distance.margin(edge, mat) + self.margin) * negative
+        edge = beta[labels if len(beta) > 1 else labels * 0]
+        slope = nearness(self.distance, 1)
+        push, values, pushed = excesses_over_others(
+            mat,
+            lambda mat: (self.distance.margin(edge.detach()[:, None], mat) + self.margin, slope),
+            pairs,
+        )
+        # The sums take the boundaries for constants.
+        push = push - slope * (edge - edge.detach()) * pushed
+        pull = F.relu(self.distance.margin(values, edge[pairs.anchors]) + self.margin)
         # A pair counts once for each of its triplets.
-        divisor = ((pull > 0) * negatives + (push > 0) * positives).sum()
+        repeats = negatives[pairs.anchors]
+        divisor = ((pull > 0) * repeats).sum() + (pushed * positives).sum()
         # If no pair has a loss, the result is 0 and not 0 / 0.
         scale = (divisor > 0) / divisor.clamp(min=1)
         penalty = self.compute_reg_loss(beta, None, divisor)
         if self.learn_beta and len(beta) > 1:
             penalty = reduced_loss((edge * triplets).sum() * self.nu * scale)["loss"]
-        total = (pull * negatives + push * positives).sum() * scale
+        total = ((pull * repeats).sum() + (push * positives).sum()) * scale
         return {**reduced_loss(total, "margin_loss"), "beta_reg_loss": penalty}
 
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
 from pytorch_metric_learning.miners import BaseMiner
-from retrieval.helpers import first_row, full_precision
+from retrieval.helpers import full_precision
 from retrieval.plugin import CheckedLoss, Distance, Part, Reducer, traits
 from torch import Tensor, nn
 
@@ -254,16 +254,3 @@ def cosines_within(cosines: Tensor) -> Tensor:
     """Clip cosines slightly within ±1, where the derivative of the angle is finite."""
     edge = 1 - 4 * torch.finfo(cosines.dtype).eps
     return cosines.clamp(-edge, edge)
-
-
-def label_masks(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks (N, M) of positive and of negative pairs; no item is its own positive."""
-    positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
-    negative = ~positive
-    # A process that has some rows of the batch compares them with the whole batch.
-    offset = first_row()
-    if ref_labels is labels:
-        offset = 0
-    if offset is not None:
-        positive.diagonal(offset).fill_(False)
-    return positive, negative
