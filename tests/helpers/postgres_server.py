@@ -57,8 +57,8 @@ class PostgresServer:
         command = [self._program, "-D", self._folder, "-k", self._folder, "-h", ""]
         while True:
             with (self._folder / "log").open("ab") as log:
-                self._process = subprocess.Popen(command, user=self._user, stdout=log, stderr=log)
-            while self._process.poll() is None:
+                self.process = subprocess.Popen(command, user=self._user, stdout=log, stderr=log)
+            while self.process.poll() is None:
                 try:
                     self.connect().close()
                 except psycopg.OperationalError:
@@ -69,11 +69,11 @@ class PostgresServer:
 
     def kill(self) -> None:
         """End the server's main process by SIGKILL; the others notice."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def stop(self) -> None:
         """End the server, and delete its data."""
-        self._process.terminate()
-        self._process.wait(60)
+        self.process.terminate()
+        self.process.wait(60)
         shutil.rmtree(self._folder, ignore_errors=True)
