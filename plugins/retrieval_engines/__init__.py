@@ -1,6 +1,6 @@
-"""Stores on engines beside the index: Milvus and Qdrant, and what another engine's store needs.
+"""Stores on Postgres, Milvus and Qdrant, and what a store on another engine needs.
 
-`RemotePlace` and `RemoteStore` are the base of both. A store for another engine subclasses them;
+`RemotePlace` and `RemoteStore` are the base of all. A store for another engine subclasses them;
 `retrieval_engines.testing` has the test suite that every store must pass.
 """
 

@@ -7,14 +7,18 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import retrieval
 from agreeing import agree
 from hypothesis import HealthCheck, given, settings, strategies as st
-from retrieval.errors import DataError, StoreError
+from retrieval.client import Client, Retries
+from retrieval.errors import DataError, ServerError, StoreError
 from retrieval.plugin import stores
 from retrieval.store.contract import patience
 from retrieval.store.filters import Compare, Exists, In, matches, parse_filter
@@ -464,3 +468,58 @@ def test_a_role_that_may_not_write_is_told(index, server, monkeypatch):
         assert store.count() == 0
     with server.connect() as connection:
         connection.execute("drop owned by guest; drop role guest")
+
+
+def test_an_index_is_served_while_it_changes_and_its_server_is_killed(
+    server, makers, plain_bundle, other_bundle, cli, tmp_path
+):
+    """Two servers share the index, and need no restart after that of Postgres."""
+    images = makers.write_digits(tmp_path / "photos", 12)
+    (tmp_path / "more" / "9").mkdir(parents=True)
+    late = images[-1].rename(tmp_path / "more" / "9" / "late.png")
+    where = str(address(str(tmp_path)))
+
+    def run(*words: object) -> str:
+        result = cli("index", words[0], where, *words[1:])
+        assert result.code == 0, result.err
+        return str(result.out)
+
+    assert "Indexed 11 items" in run("create", tmp_path / "photos", "--bundle", plain_bundle)
+    serving = partial(retrieval.serve, f"{where}?timeout=2", port=0, wait=False)
+    with (
+        serving() as first,
+        serving() as second,
+        Client(first.url, retries=Retries(times=0)) as client,
+        Client(second.url, retries=Retries(times=0)) as other,
+    ):
+
+        def nearest(image: Path) -> list[str]:
+            keys = [each.search(image, k=1).results[0].key for each in (client, other)]
+            return [key.rpartition("/")[2] for key in keys]
+
+        assert nearest(images[3]) == [images[3].name] * 2
+        assert "1 added" in run("add", tmp_path / "more")
+        assert nearest(late) == ["late.png"] * 2
+        run("migrate", other_bundle)
+        assert nearest(late) == ["late.png"] * 2
+        assert "number 2, state served" in run("show")
+        server.kill()
+        for each in (client, other):
+            with pytest.raises(ServerError) as refused:
+                each.search(late, k=1)
+            assert refused.value.status == 503
+        server.start()
+        assert nearest(images[3]) == [images[3].name] * 2
+        run("rollback")
+        assert "1 deleted" in run("delete", f"9/{late.name}")
+        assert nearest(late) != ["late.png"] * 2
+    copy = tmp_path / "copy.index"
+    run("snapshot", copy)
+    assert cli("index", "check", copy).code == 0
+    restored = str(address(str(tmp_path), "restored"))
+    assert cli("index", "restore", copy, restored).code == 0
+    with retrieval.Index.open(restored) as index:
+        assert len(index) == 11
+        assert index.search(images[3], k=1)[0].id.endswith(images[3].name)
+    for each in (where, restored):
+        PostgresPlace(stores.Address.parse(each)).drop()
