@@ -72,7 +72,7 @@ def tabler(package: Path) -> Iterator[Icon]:
     for name, icon in json.loads((package / "icons.json").read_text(encoding="utf-8")).items():
         files = [package / "icons" / style / f"{name}.svg" for style in ("outline", "filled")]
         if all(file.is_file() for file in files):
-            yield name, icon["tags"], files
+            yield name, [str(tag) for tag in icon["tags"]], files
 
 
 SETS: dict[str, Callable[[Path], Iterator[Icon]]] = {"phosphor": phosphor, "tabler": tabler}
