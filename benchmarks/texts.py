@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import resvg_py
 import retrieval
 from PIL import Image
 from retrieval.index.index import Index
@@ -84,6 +83,8 @@ def plain(text: str) -> str:
 
 def drawn(file: Path) -> np.ndarray:
     """Return an icon's pixels, black on white."""
+    import resvg_py
+
     svg = file.read_text(encoding="utf-8").replace("currentColor", "#000000")
     png = resvg_py.svg_to_bytes(svg_string=svg, width=SIDE, height=SIDE, background="white")
     return np.asarray(Image.open(io.BytesIO(bytes(png))).convert("L"))
@@ -270,6 +271,9 @@ def render(rows: list[Row]) -> str:
         f" {count(name, 'unseen', 'queries')} others"
         for name in SETS
     )
+    splits = ", ".join(
+        f"{name} {len(chosen(rows, set=name, recipe='texts', kind='images'))}" for name in SETS
+    )
     head = [f"{name}, {kind} words" for name in SETS for kind in ("trained", "unseen")]
     return page(f"""
         # Unseen icons found by words
@@ -278,9 +282,9 @@ def render(rows: list[Row]) -> str:
 
         {markdown(["", *head], found)}
 
-        `python benchmarks/texts.py`; `--help` says what is trained, kept and asked. Phosphor has
-        one split, Tabler three with seeds of their own; ± half of the 95 % interval. On average,
-        {sizes}. Phosphor's icons chose the recipe: read Tabler's.
+        `python benchmarks/texts.py`; `--help` says what is trained, kept and asked. Random splits,
+        with seeds of their own: {splits}; ± half of the 95 % interval if there are several. On
+        average, {sizes}. Phosphor's icons chose the recipe: read Tabler's.
 
         An icon found by its picture in the other style (Recall@1):
 
