@@ -139,6 +139,7 @@ def seconds_of(kind: str, name: str, sides: list[bool], items: int, rounds: int)
 def measure(kind: str, name: str, items: int) -> dict[str, Any]:
     """Return the row of a case."""
     kept: dict[str, Any] = {"kind": kind, "name": name, "items": items, "load": bench.load()}
+    kept["commit"] = bench.commit()
     for side in ("theirs", "ours"):
         try:
             values = (kind, name, side == "ours", items)
@@ -162,7 +163,14 @@ def render(raw: dict[str, Any]) -> str:
     failures = sum("failed" in row["theirs"] for row in kept)
     apart = dict.fromkeys(f"`{row['name']}`" for row in kept if _apart(row))
     lines = [
-        [title, f"{row['items']:,}", *_shown(row["theirs"]), *_shown(row["ours"]), _ratio(row)]
+        [
+            title,
+            f"{row['items']:,}",
+            *_shown(row["theirs"]),
+            *_shown(row["ours"]),
+            _ratio(row),
+            row["commit"],
+        ]
         for kind, name in CASES
         for title in [f"`{name}`{KINDS[kind]}"]
         for row in sorted(bench.chosen(kept, kind=kind, name=name), key=lambda row: row["items"])
@@ -183,7 +191,7 @@ def render(raw: dict[str, Any]) -> str:
         {", ".join(apart) or "none"}. pytorch-metric-learning's `instance` compares an item with one
         item of the batch, not with all items of its label, so it does less work.
 
-        {bench.markdown([*head, "times faster"], lines)}
+        {bench.markdown([*head, "times faster", "commit"], lines)}
     """)
 
 
@@ -231,9 +239,9 @@ def main() -> None:
         raw["cases"].append(measure(kind, name, items))
         print(json.dumps(raw["cases"][-1]), flush=True)
         packages = bench.versions("torch", "pytorch-metric-learning")
-        raw |= {"machine": {"cpu": bench.machine(), "versions": packages}, "commit": bench.commit()}
+        raw |= {"machine": {"cpu": bench.machine(), "versions": packages}}
         if not options.fresh:
-            bench.finish("pml_losses", raw, render(raw))
+            bench.finish("pml_losses", raw, render(raw), measured=False)
     bench.finish("pml_losses", raw, render(raw), keep=not options.fresh, measured=False)
 
 

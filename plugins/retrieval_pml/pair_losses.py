@@ -109,7 +109,7 @@ class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
         if type(reducer_of(self, "neg_loss")) is reducers.AvgNonZeroReducer:
             count = counts.sum()
         else:
-            count = counts.new_tensor(pairs.negatives)
+            count = counts.new_full((), pairs.negatives)
         parts = loss_of_sum(self, "neg_loss", sums.sum(), count)
         parts["pos_loss"] = self.zero_loss()
         if len(values):

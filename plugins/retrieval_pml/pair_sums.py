@@ -153,7 +153,7 @@ class _Sums(torch.autograd.Function):
         counts = None
         if hinge:
             sums = powers.relu_().sum(1)
-            counts = powers.sign_().sum(1)
+            counts = powers.sign_().sum(1).long()
             ctx.mark_non_differentiable(counts)
         else:
             lowest = torch.finfo(mat.dtype).min
@@ -199,7 +199,7 @@ def _of_negatives(mat: Tensor, exponents: Exponents, pairs: Pairs) -> tuple[Tens
     powers, slopes = exponents(mat)
     if pairs.weights is not None:
         powers += pairs.weights
-    return powers.index_put_(pairs.not_negative, powers.new_tensor(-torch.inf)), slopes
+    return powers.index_put_(pairs.not_negative, powers.new_full((), -torch.inf)), slopes
 
 
 def log_sums(values: Tensor, segment: Tensor, segments: int) -> Tensor:

@@ -121,6 +121,7 @@ def test_excesses_over_others(kind):
         excesses = [max(0.0, 0.1 - mat[i, j].item()) for j in others]
         assert sums[i].item() == pytest.approx(sum(excesses), rel=1e-12)
         assert counts[i].item() == sum(x > 0 for x in excesses)
+    assert counts.dtype == torch.int64  # processes that divide a loss add up whole numbers
     assert torch.equal(values, mat[pairs.anchors, pairs.positives])
     assert torch.autograd.gradcheck(
         lambda x: excesses_over_others(x, lambda y: (0.1 - y, -1.0), pairs)[:2], mat
