@@ -49,10 +49,12 @@ def matrix_of(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
         return mat
     # A squared Euclidean distance needs no root.
     rows = columns = distance.maybe_normalize(embeddings)
+    lengths = column_lengths = rows.square().sum(1)
     if ref_emb is not embeddings:
         columns = distance.maybe_normalize(ref_emb)
-    squares = torch.addmm(columns.square().sum(1), rows, columns.T, alpha=-2)
-    return squares.add_(rows.square().sum(1, keepdim=True))
+        column_lengths = columns.square().sum(1)
+    squares = torch.addmm(column_lengths, rows, columns.T, alpha=-2)
+    return squares.add_(lengths.unsqueeze(1))
 
 
 def labelled_pairs(labels: Tensor, ref_labels: Tensor, itself: int | None) -> Pairs:
