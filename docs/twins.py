@@ -1,4 +1,4 @@
-"""Write each page of the built site as Markdown too, and `llms.txt`, which lists them.
+"""Write each page of the built site as Markdown too, `llms.txt`, which lists them, and the skill.
 
 An extension of Sphinx. `PAGE.html` has its twin `PAGE.md` beside it: the page's source, with
 included files, and with signatures and docstrings where the source names objects of the code.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def signature(thing: Any) -> str:
 
 
 def write(app: Any, error: Exception | None) -> None:
-    """Write the twins and `llms.txt` of an HTML site that was built without an error."""
+    """Write the twins, `llms.txt` and the skill of a site that was built without an error."""
     if error is not None or app.builder.name != "html":
         return
     env, out = app.env, Path(app.outdir)
@@ -81,7 +82,11 @@ def write(app: Any, error: Exception | None) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(written, encoding="utf-8")
         lines.append(f"- [{env.titles[page].astext()}]({page}.md){beginning(written)}")
-    head = f"# {app.config.project}\n\n> {lines[0].partition(': ')[2]}\n\n## Pages\n\n"
+    skill = Path("skills", "retrieval", "SKILL.md")
+    (out / skill).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(Path(app.srcdir) / skill, out / skill)
+    head = f"# {app.config.project}\n\n> {lines[0].partition(': ')[2]}\n\n"
+    head += f"From photos to a served search in a few commands: {skill.as_posix()}\n\n## Pages\n\n"
     (out / "llms.txt").write_text(head + "\n".join(lines[1:]) + "\n", encoding="utf-8")
 
 

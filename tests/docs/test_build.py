@@ -115,6 +115,8 @@ def plain(text: str) -> str:
 
 def test_each_page_has_a_markdown_twin(root, site):
     text = (site / "llms.txt").read_text(encoding="utf-8")
+    skill = re.search(r"^From photos .*: (\S+)$", text, re.M)[1]
+    assert (site / skill).read_text("utf-8") == (root / "docs" / skill).read_text("utf-8")
     listed = re.findall(r"^- \[.+?\]\((\S+\.md)\)", text, re.M)
     pages = {page.name for page in (root / "docs").glob("*.md")} - {"index.md"}
     assert pages <= set(listed) and "generated/plugins/losses.md" in listed
