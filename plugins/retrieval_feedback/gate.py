@@ -64,9 +64,9 @@ class Evidence:
         return asdict(self)
 
 
-def level(number: int, alpha: float = ALPHA) -> float:
-    """Return the error rate of trial `number`, from 1; those of all trials sum to `alpha`."""
-    return alpha / (number * (number + 1))
+def level(number: int) -> float:
+    """Return the error rate of trial `number`, from 1; those of all trials sum to `ALPHA`."""
+    return ALPHA / (number * (number + 1))
 
 
 def weigh(
@@ -184,16 +184,12 @@ def by_order(
         marks: marks of one voter.
     """
     known = [hit for hit in hits if hit in challenger]
-    is_preferred = [hit in marks and marks[hit] != DISLIKED for hit in known]
-    distances = [challenger[hit] for hit in known]
-    return _ordered(distances, is_preferred) - _ordered(list(range(len(known))), is_preferred)
-
-
-def _ordered(distances: Sequence[float], is_preferred: Sequence[bool]) -> float:
-    """Return the share of pairs of a preferred item and another in which it is nearer."""
-    values = np.array(distances, np.float64)
-    mask = np.array(is_preferred, bool)
-    if mask.all() or not mask.any():
+    is_preferred = [marks.get(hit, DISLIKED) != DISLIKED for hit in known]
+    places = range(len(known))
+    pairs = [(p, o) for p in places for o in places if is_preferred[p] and not is_preferred[o]]
+    if not pairs:
         return 0.0
-    differences = values[~mask][None, :] - values[mask][:, None]
-    return float(((differences > 0) + 0.5 * (differences == 0)).mean())
+    preferred, other = np.array(pairs).T
+    distances = np.array([challenger[hit] for hit in known])
+    gains = np.sign(distances[other] - distances[preferred]) - np.sign(other - preferred)
+    return float(gains.mean()) / 2
