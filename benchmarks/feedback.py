@@ -522,6 +522,9 @@ HEAD = [
 ]
 
 
+EARLIER = ["version", "set", "taste", "policy", "seeds", "gain", "lowest", "switched"]
+
+
 def by_clicks(rows: list[Row], name: str) -> list[list[str]]:
     """Return mean precision of the gate's runs of a set along the clicks."""
     table = []
@@ -540,20 +543,26 @@ def earlier() -> list[list[str]]:
     """Return a table of the runs of earlier versions."""
     table = []
     for version in ("first", "second"):
-        rows = [json.loads(line) for line in (RAW / f"feedback_{version}.jsonl").open()]
-        for kind in TITLES:
-            for name in SETS:
-                group = chosen(rows, set=name, kind=kind, policy="gate")
-                if not group:
-                    continue
-                ends = [row["curve"][-1] - row["never"][-1] for row in group]
-                lows = [float(np.min(np.subtract(row["curve"], row["never"]))) for row in group]
-                switched = sum(bool(verdicts(row, "switched")) for row in group)
-                seeds = (
-                    f"{min(row['seed'] for row in group)} to {max(row['seed'] for row in group)}"
-                )
-                gain = spread(ends, sign=True)
-                table.append([version, name, kind, seeds, gain, f"{min(lows):+.1f}", f"{switched}"])
+        text = (RAW / f"feedback_{version}.jsonl").read_text(encoding="utf-8")
+        rows = [json.loads(line) for line in text.splitlines()]
+        for kind, name, policy in itertools.product(TITLES, SETS, ("gate", "always")):
+            group = chosen(rows, set=name, kind=kind, policy=policy)
+            if not group:
+                continue
+            seeds = [row["seed"] for row in group]
+            lows = [float(np.min(np.subtract(row["curve"], row["never"]))) for row in group]
+            table.append(
+                [
+                    version,
+                    name,
+                    kind,
+                    policy,
+                    f"{min(seeds)} to {max(seeds)}",
+                    spread([row["curve"][-1] - row["never"][-1] for row in group], sign=True),
+                    f"{min(lows):+.1f}",
+                    f"{sum(bool(verdicts(row, 'switched')) for row in group)}",
+                ]
+            )
     return table
 
 
@@ -608,10 +617,10 @@ def render(rows: list[Row]) -> str:
         largest of the runs; *lowest* is the least difference of any run at any hundred of clicks.
         *Switched* is the number of runs that ever switched, *at* the median of the clicks at which
         they first did, *back* the number of rollbacks, *back at* the median of their clicks.
-        *Shown* is the precision of the hits that users saw on the way, half of which were the challenger's
-        while one was on trial. *Always* serves what was learned last, after every 100 searches,
-        without a trial; *no-explore* never shows a challenger, and judges it by the order of the
-        hits that were shown.
+        *Shown* is the precision of the hits that users saw on the way, half of which were the
+        challenger's while one was on trial. *Always* serves what was learned last, after every 100
+        searches, without a trial; *no-explore* never shows a challenger, and judges it by the order
+        of the hits that were shown.
 
         Wrong switches where nothing is to be learned: {sum(safe["gate"])} of {len(safe["gate"])}
         runs, of which at most {0.05 * len(safe["gate"]):.1f} are expected, and without exploring
@@ -635,7 +644,7 @@ def render(rows: list[Row]) -> str:
 
         ## Earlier versions
 
-        {markdown(["version", "set", "taste", "seeds", "gain", "lowest", "switched"], earlier())}
+        {markdown(EARLIER, earlier())}
 
         The first version compared learners by the order of shown hits alone. The second bet on who
         won a search, by at most a quarter of the wealth, and tried what was served against its

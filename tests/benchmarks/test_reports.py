@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-OTHERS = {"cards", "anml_table2_earlier"}
-"""Results of cards, which have their own test, and of scripts that cannot render a page again."""
+OTHERS = {"cards", "anml_table2_earlier", "feedback_first", "feedback_second"}
+"""Results of cards, which have their own test, of scripts that cannot render a page again, and of
+earlier versions, which are part of another page.
+"""
 SCRIPTS = {"attack_proxy": "attack"}
 KEPT = {path.stem: path for path in sorted((RESULTS / "raw").iterdir())}
 
