@@ -18,7 +18,7 @@ MOVES = (
 )
 # Not sizes or times: exporters, places of files, a rounding limit, and what other packages have
 OTHERS = {"EXPORTERS", "DEBIAN", "WEIGHTS", "RAW", "NEGLIGIBLE"}
-OTHERS |= {"ENDPOINT", "HF_HUB_CACHE", "NUMPY_RANDOM"}
+OTHERS |= {"ENDPOINT", "HF_HUB_CACHE", "HF_HUB_DISABLE_XET", "NUMPY_RANDOM"}
 
 
 def rows():
