@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from retrieval.base.arrays import Array, Ints
 from retrieval.base.files import cache_folder, hold, make_folder, rename_whole
+from retrieval.base.progress import Meter
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.manifest import (
     FILE,
@@ -135,17 +136,18 @@ def _refuse_unfit(manifest: Manifest, sizes: Mapping[str, int | None], folder: P
 
 
 def _bounded(what: str, most: int) -> type[Any]:
-    """Return a progress bar that stops a download of more than `most` bytes."""
-    from tqdm import tqdm
+    """Return a class of progress displays that stop a download of more than `most` bytes."""
 
-    class Bounded(tqdm):
-        received = 0
+    class Bounded(Meter):
+        def __init__(self, *, total: int | None = None, initial: int = 0, **_: Any) -> None:
+            super().__init__("downloading", total or most, "bytes", done=initial)
+            self.received = initial
 
-        def update(self, n: float | None = 1) -> Any:
-            self.received += int(n or 0)
+        def update(self, count: int = 1, **metrics: str) -> None:
+            self.received += count
             if self.received > most:
                 raise BundleError(f"{what} is larger than the {most:,} bytes that it may have.")
-            return super().update(n)
+            super().update(count, **metrics)
 
     return Bounded
 

@@ -31,12 +31,12 @@ def qdrant(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def postgres(tmp_path_factory):
+def postgres():
     """A database of a new Postgres server."""
     pytest.importorskip("psycopg", reason="the extra `postgres` is not installed")
     from postgres_server import PostgresServer
 
-    server = PostgresServer(tmp_path_factory.mktemp("postgres"))
+    server = PostgresServer()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
