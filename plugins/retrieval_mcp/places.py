@@ -59,8 +59,8 @@ class LocalIndex:
     ) -> dict[str, Any]:
         """See `Place`."""
         # The index takes unknown ids for paths of files, which an agent may not name here.
-        known = self._index.get(like)
-        if missing := [id for id in like if id not in known]:
+        items = self._index.get(like)
+        if missing := [id for id in like if id not in items]:
             raise DataError(f"The index has no item {some(missing)}.")
         options: dict[str, Any] = {"filter": filter, "like": list(like), "text": text}
         chosen = {name: value for name, value in options.items() if value}
@@ -70,14 +70,7 @@ class LocalIndex:
     def identify(self, image: bytes, far: float) -> dict[str, Any]:
         """See `Place`."""
         verdict = self._index.identify(image, far)
-        return {
-            "label": verdict.label,
-            "rate": verdict.rate,
-            "second": verdict.second,
-            "stale": verdict.stale,
-            "results": _facts(verdict.hits),
-            "bundle": self._index.bundle.sha256,
-        }
+        return _verdict(verdict, verdict.hits, self._index.bundle.sha256)
 
     def get(self, id: str) -> dict[str, Any]:
         """See `Place`."""
@@ -129,14 +122,7 @@ class ServedIndex:
     def identify(self, image: bytes, far: float) -> dict[str, Any]:
         """See `Place`."""
         answer = self._client.identify(image, far)
-        return {
-            "label": answer.label,
-            "rate": answer.rate,
-            "second": answer.second,
-            "stale": answer.stale,
-            "results": _facts(answer),
-            "bundle": answer.bundle,
-        }
+        return _verdict(answer, answer, answer.bundle)
 
     def get(self, id: str) -> dict[str, Any]:
         """See `Place`."""
@@ -146,6 +132,12 @@ class ServedIndex:
     def picture(self, id: str) -> bytes:
         """See `Place`."""
         return thumbnail(decode(self._client.thumbnail(id), name=f"The image of item {id}"))
+
+
+def _verdict(verdict: Any, hits: Sequence[Any], bundle: str | None) -> dict[str, Any]:
+    """Return what is known of a photo's class, and its nearest items, as a JSON object."""
+    known = {name: getattr(verdict, name) for name in ("label", "rate", "second", "stale")}
+    return {**known, "results": _facts(hits), "bundle": bundle}
 
 
 def _facts(hits: Sequence[Any]) -> list[dict[str, Any]]:
