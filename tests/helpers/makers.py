@@ -29,6 +29,7 @@ from retrieval.bundle.manifest import (
 )
 from retrieval.bundle.probe import text_probe_of
 from retrieval.images.preprocessing import Preprocessing
+from retrieval.index.index import Index
 from sklearn.datasets import load_digits
 
 from retrieval_engines.testing.small_bundles import save_graph, write_rescorer
@@ -249,3 +250,21 @@ def change_manifest(bundle: Path, change: Callable[[dict], object]) -> None:
     change(content)
     content["checksum"] = checksum_of(content)
     path.write_text(json.dumps(content))
+
+
+def make_text_index(path: Path) -> Path:
+    """Create an index of 400 digits, their names as labels, by a bundle beside it that takes texts.
+
+    Ids are the rows "000" to "399"; metadata say whether the digit is odd, and the row.
+    """
+    pixels, labels = digits()
+    bundle = add_text(make_bundle(path.with_name("bundle")))
+    with Index.create(path, model=bundle, progress=False) as index:
+        index.add(
+            images=list(pixels[:400]),
+            ids=[f"{number:03}" for number in range(400)],
+            labels=[WORDS[label] for label in labels[:400]],
+            metadata=[{"odd": bool(label % 2), "row": n} for n, label in enumerate(labels[:400])],
+            progress=False,
+        )
+    return path

@@ -2,14 +2,12 @@
 
 import numpy as np
 import pytest
-import retrieval
 import wire
 from makers import WORDS
 from retrieval.bundle.bundle import Bundle
 from retrieval.client import Client
 from retrieval.errors import DataError, ServerError
 from retrieval.feedback.record import FEEDBACK_FILE, FeedbackRecord
-from retrieval.index.index import create_index
 
 SEARCH, BATCH, ENCODE = "/v1/search", "/v1/search/batch", "/v1/encode"
 
@@ -17,19 +15,7 @@ SEARCH, BATCH, ENCODE = "/v1/search", "/v1/search/batch", "/v1/encode"
 @pytest.fixture(scope="module")
 def folder(makers, tmp_path_factory):
     """An index of digits, with their names as labels, by a bundle that takes texts."""
-    home = tmp_path_factory.mktemp("text")
-    bundle = makers.add_text(makers.make_bundle(home / "bundle"))
-    create_index(home / "digits", bundle)
-    pixels, labels = makers.digits()
-    with retrieval.Index.open(home / "digits") as index:
-        index.add(
-            images=list(pixels[:400]),
-            ids=[f"{number:03}" for number in range(400)],
-            labels=[WORDS[label] for label in labels[:400]],
-            metadata=[{"odd": bool(label % 2), "row": n} for n, label in enumerate(labels[:400])],
-            progress=False,
-        )
-    return home
+    return makers.make_text_index(tmp_path_factory.mktemp("text") / "digits").parent
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import retrieval
-from makers import WORDS
 from retrieval.errors import DataError
 from retrieval.index.adapter_bundles import make_adapter_bundle
 from retrieval.index.index import create_index
@@ -16,19 +15,7 @@ from retrieval_engines.testing.small_bundles import linear_head
 @pytest.fixture(scope="module")
 def folder(makers, tmp_path_factory):
     """An index of digits, with their names as labels, by a bundle that takes texts."""
-    home = tmp_path_factory.mktemp("text")
-    bundle = makers.add_text(makers.make_bundle(home / "bundle"))
-    create_index(home / "digits.index", bundle)
-    pixels, labels = makers.digits()
-    with retrieval.Index.open(home / "digits.index") as index:
-        index.add(
-            images=list(pixels[:400]),
-            ids=[f"{number:03}" for number in range(400)],
-            labels=[WORDS[label] for label in labels[:400]],
-            metadata=[{"odd": bool(label % 2), "row": n} for n, label in enumerate(labels[:400])],
-            progress=False,
-        )
-    return home
+    return makers.make_text_index(tmp_path_factory.mktemp("text") / "digits.index").parent
 
 
 @pytest.fixture
