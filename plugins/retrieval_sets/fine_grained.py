@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from pathlib import Path
@@ -17,6 +18,7 @@ from retrieval_sets.published import (
     Lists,
     Published,
     Row,
+    annotation_bytes,
     assemble,
     documented,
     numbers,
@@ -50,7 +52,7 @@ CARS = Published(
 _CARS_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
 
-def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
+def read_matlab(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
     """Return `fields` of each row of a MATLAB file's structure array `annotations`.
 
     A value is a number, text, or None.
@@ -60,18 +62,17 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
     """
     from scipy.io import loadmat
 
+    content = annotation_bytes(path, _MAX_BYTES)
+    # SciPy unpacks without bounds.
+    _check_sizes(path, content)
     try:
-        # SciPy unpacks without bounds.
-        _check_sizes(path)
-        # SciPy would append ".mat" to a path. It returns objects of MATLAB as bytes.
-        with path.open("rb") as file:
-            variables = loadmat(
-                file, variable_names=["annotations"], squeeze_me=True, chars_as_strings=True
-            )
-    except DataError:
-        raise
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+        # SciPy returns objects of MATLAB as bytes.
+        variables = loadmat(
+            io.BytesIO(content),
+            variable_names=["annotations"],
+            squeeze_me=True,
+            chars_as_strings=True,
+        )
     except Exception as error:  # SciPy's reader raises various errors for a damaged file
         raise DataError(
             f"{path} is not a MATLAB file of format 5, or is damaged: {error}."
@@ -98,14 +99,8 @@ def _scalar(value: Any) -> Any:
     return None
 
 
-def _check_sizes(path: Path) -> None:
-    """Raise a `DataError` if a MATLAB file is too large, packed or unpacked, or was cut short."""
-    size = path.stat().st_size
-    if size > _MAX_BYTES:
-        raise DataError(
-            f"{path} has {size:,} bytes. A file of annotations may have at most {_MAX_BYTES:,}."
-        )
-    data = path.read_bytes()
+def _check_sizes(path: Path, data: bytes) -> None:
+    """Raise a `DataError` if a MATLAB file is too large when unpacked, or was cut short."""
     order = {b"IM": "<", b"MI": ">"}.get(data[126:_HEADER])
     if order is None:
         raise DataError(f"{path} is not a MATLAB file of format 5.")
@@ -151,20 +146,18 @@ def cub200(
     """
     root = CUB.root(folder, *_CUB_FILES, inside=["CUB_200_2011"])
     problems: list[str] = []
-    paths = _pairs(root / "images.txt", problems)
-    names = {
-        number: name
-        for key, name in _pairs(root / "classes.txt", problems).items()
-        if (number := _species(root / "classes.txt", key, problems)) is not None
-    }
-    labels = {
-        key: number
-        for key, text in _pairs(root / "image_class_labels.txt", problems).items()
-        if (number := _species(root / "image_class_labels.txt", text, problems)) is not None
-    }
+    names = {}
+    for line, (text, name) in read_lines(root / "classes.txt", 2, problems):
+        if species := numbers(root / "classes.txt", line, [text], problems, 1, SPECIES):
+            names[species[0]] = name
+    labels = {}
+    class_list = root / "image_class_labels.txt"
+    for line, (key, text) in read_lines(class_list, 2, problems):
+        if species := numbers(class_list, line, [text], problems, 1, SPECIES):
+            labels[key] = species[0]
     boxes = _boxes(root / "bounding_boxes.txt", problems)
     rows = []
-    for key, path in paths.items():
+    for _, (key, path) in read_lines(root / "images.txt", 2, problems):
         number = labels.get(key)
         if number is None or number not in names:
             problems.append(f"{path} has no class in image_class_labels.txt and classes.txt.")
@@ -180,19 +173,6 @@ def cub200(
     return assemble(
         CUB, Lists(images, rows, problems), counts, where=folder, crop=crop, skip_bad=skip_bad
     )
-
-
-def _pairs(path: Path, problems: list[str]) -> dict[str, str]:
-    """Return the lines of a two-column list, as a mapping from the first word to the second."""
-    return {first: second for _, (first, second) in read_lines(path, 2, problems)}
-
-
-def _species(path: Path, text: str, problems: list[str]) -> int | None:
-    """Return the number of a species, or None after adding a problem."""
-    parsed = numbers(path, None, [text], problems, 1, SPECIES)
-    if parsed is None:
-        return None
-    return parsed[0]
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
@@ -231,7 +211,7 @@ def cars196(
     problems: list[str] = []
     if (folder / "cars_annos.mat").is_file():
         fields = ("relative_im_path", "class", *_CARS_BOX)
-        annotations = read_annotations(folder / "cars_annos.mat", fields)
+        annotations = read_matlab(folder / "cars_annos.mat", fields)
     else:
         annotations = _two_folders(folder)
     rows = []
@@ -264,6 +244,6 @@ def _two_folders(folder: Path) -> list[tuple[Any, ...]]:
         ("test", "cars_test_annos_withlabels.mat"),
     ):
         path = CARS.file(folder, f"devkit/{name}", name)
-        rows = read_annotations(path, ("fname", "class", *_CARS_BOX))
+        rows = read_matlab(path, ("fname", "class", *_CARS_BOX))
         annotations += [(f"cars_{side}/{row[0]}", *row[1:]) for row in rows]
     return annotations

@@ -10,7 +10,15 @@ from retrieval.errors import DataError
 from retrieval.helpers import Count, Counts, CsvTable, strict_loads
 from retrieval.plugin import Dataset, find_images
 
-from retrieval_sets.published import Lists, Published, Row, assemble, documented, read_lines
+from retrieval_sets.published import (
+    Lists,
+    Published,
+    Row,
+    annotation_bytes,
+    assemble,
+    documented,
+    read_lines,
+)
 
 _MAX_JSON_BYTES = 512 << 20
 GPR = Published(
@@ -107,11 +115,7 @@ def met(
 def _entries(path: Path) -> list[dict[str, Any]]:
     """Return the objects in a JSON list."""
     try:
-        if (size := path.stat().st_size) > _MAX_JSON_BYTES:
-            raise DataError(f"{path} has {size:,} bytes. It may have at most {_MAX_JSON_BYTES:,}.")
-        content = strict_loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+        content = strict_loads(annotation_bytes(path, _MAX_JSON_BYTES))
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}.") from error
     if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):

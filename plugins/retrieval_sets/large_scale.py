@@ -9,6 +9,7 @@ from retrieval.helpers import Box, Count, Counts, some
 from retrieval.plugin import Dataset
 
 from retrieval_sets.published import (
+    SPLIT_AND_ROLE,
     Lists,
     Published,
     Row,
@@ -56,7 +57,6 @@ IN_SHOP = Published(
         "gallery": [Count(12_612, 3_985)],
     },
 )
-_ROLES = {"train": ("train", ""), "query": ("test", "query"), "gallery": ("test", "gallery")}
 _MAX_ID = 10**9
 
 
@@ -124,12 +124,12 @@ def google_landmarks_v2(
     problems: list[str] = []
     rows = []
     for _, (label, images) in read_lines(root / name, 2, problems, skip=1, comma=True):
-        rows += [Row(_place("train", image), label, "train") for image in images.split()]
+        rows += [Row(_image_path("train", image), label, "train") for image in images.split()]
     # The solution lists images, not landmarks; the index says what they show.
     index: dict[str, str] = {}
     for _, (image, label) in read_lines(root / listed, 2, problems, skip=1, comma=True):
         index[image] = label
-        rows.append(Row(_place("index", image), label, "test", "gallery"))
+        rows.append(Row(_image_path("index", image), label, "test", "gallery"))
     queries = read_lines(root / solution, 3, problems, skip=1, comma=True)
     for line, (image, images, usage) in queries:
         if usage.lower() == "ignored":
@@ -138,14 +138,15 @@ def google_landmarks_v2(
         if absent := [image_name for image_name in images.split() if image_name not in index]:
             problems.append(f"{solution}, line {line}: {some(absent)} is not in the index.")
         if labels:
-            first = labels.most_common(1)[0][0]
-            places = [_place("index", image_name) for image_name in images.split()]
-            metadata = {"usage": usage, "relevant": ";".join(places)}
-            rows.append(Row(_place("test", image), first, "test", "query", metadata=metadata))
+            landmark = labels.most_common(1)[0][0]
+            relevant = [_image_path("index", image_name) for image_name in images.split()]
+            metadata = {"usage": usage, "relevant": ";".join(relevant)}
+            key = _image_path("test", image)
+            rows.append(Row(key, landmark, "test", "query", metadata=metadata))
     return assemble(LANDMARKS, Lists(root, rows, problems), counts, where=folder, skip_bad=skip_bad)
 
 
-def _place(side: str, image: str) -> str:
+def _image_path(side: str, image: str) -> str:
     """Return an image's path, in which the first three characters of its name are folders."""
     return f"{side}/{'/'.join(image[:3])}/{image}.jpg"
 
@@ -193,30 +194,25 @@ def in_shop(
         folder: the folder that holds `img/` and the lists.
         crop: whether to crop images to the boxes in `list_bbox_inshop.txt`.
     """
-    images = next(
-        (folder / place for place in ("", "Img") if (folder / place / "img").is_dir()), folder
-    )
-    if images == folder:
-        IN_SHOP.root(folder, "img")
+    images = IN_SHOP.root(folder, "img", inside=["Img"])
     name = "list_eval_partition.txt"
     boxed = "list_bbox_inshop.txt"
     listed = IN_SHOP.file(folder, f"Eval/{name}", name)
     problems: list[str] = []
+    boxes: dict[str, Box] = {}
     if crop:
         boxes = _boxes(IN_SHOP.file(folder, f"Anno/{boxed}", boxed), problems)
-    else:
-        boxes = {}
     rows = []
     # The first line is the number of images, the second names the columns.
     for line, (path, item, status) in read_lines(listed, 3, problems, skip=2):
-        if status not in _ROLES:
+        if status not in SPLIT_AND_ROLE:
             problems.append(
                 f"{listed.name}, line {line}: {status!r} is not train, query or gallery."
             )
             continue
         if crop and path not in boxes:
             problems.append(f"{path} has no box in list_bbox_inshop.txt.")
-        split, role = _ROLES[status]
+        split, role = SPLIT_AND_ROLE[status]
         rows.append(Row(path, item, split, role, boxes.get(path)))
     return assemble(
         IN_SHOP, Lists(images, rows, problems), counts, where=folder, crop=crop, skip_bad=skip_bad

@@ -16,6 +16,12 @@ from retrieval.plugin import Dataset, FileDataset
 
 F = TypeVar("F", bound=Callable[..., Dataset])
 _MAX_BYTES = 2 << 30  # of a list file
+SPLIT_AND_ROLE = {
+    "train": ("train", ""),
+    "query": ("test", "query"),
+    "gallery": ("test", "gallery"),
+}
+"""The split and the role of the images of each part of a data set with queries and a gallery."""
 _MAX_LINE = 1 << 20  # characters; a longer line is read as several, to limit memory
 MEANINGS = {
     "counts": '"published" requires the published numbers of images and classes; "any" accepts'
@@ -73,13 +79,28 @@ def read_lines(
         )
 
 
-def numbers(
-    path: Path, line: int | None, words: Sequence[str], problems: list[str], first: int, last: int
-) -> list[int] | None:
-    """Return words as integers from `first` to `last`.
+def annotation_bytes(path: Path, most: int) -> bytes:
+    """Return the content of a file of annotations.
 
-    If a word is no such integer, add a problem and return `None`. The problem names `line` unless
-    `line` is `None`.
+    Raises:
+        DataError: the file has more than `most` bytes, or cannot be read.
+    """
+    try:
+        if (size := path.stat().st_size) > most:
+            raise DataError(
+                f"{path} has {size:,} bytes. A file of annotations may have at most {most:,}."
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def numbers(
+    path: Path, line: int, words: Sequence[str], problems: list[str], first: int, last: int
+) -> list[int] | None:
+    """Return the words of a line as integers from `first` to `last`.
+
+    If a word is no such integer, add a problem and return `None`.
     """
     values = []
     for word in words:
@@ -87,11 +108,9 @@ def numbers(
             # int() also accepts signs, spaces, underscores and the digits of other scripts.
             word.isascii() and word.isdigit() and len(word) < 12 and first <= int(word) <= last
         ):
-            if line is None:
-                where = path.name
-            else:
-                where = f"{path.name}, line {line}"
-            problems.append(f"{where}: {word!r} is not a number from {first} to {last:,}.")
+            problems.append(
+                f"{path.name}, line {line}: {word!r} is not a number from {first} to {last:,}."
+            )
             return None
         values.append(int(word))
     return values
@@ -141,22 +160,22 @@ class Published:
                 f" {self.advice}"
             )
         # Users name the folder itself or the one into which they unpacked the archive.
-        for place in (folder, *(folder / name for name in inside)):
-            if all((place / name).exists() for name in names):
-                return place
+        for candidate in (folder, *(folder / name for name in inside)):
+            if all((candidate / name).exists() for name in names):
+                return candidate
         missing = [name for name in names if not (folder / name).exists()]
         raise DataError(f"{folder} is not {self.title}: {some(missing)} is missing. {self.advice}")
 
-    def file(self, folder: Path, *places: str) -> Path:
-        """Return the path of a file: the first of `places` (paths in `folder`) where one exists.
+    def file(self, folder: Path, *candidates: str) -> Path:
+        """Return the first of the candidates, paths in `folder`, that is a file.
 
         Raises:
             DataError: no such file exists.
         """
-        for place in places:
-            if (folder / place).is_file():
-                return folder / place
-        missing = f"{Path(places[0]).name} is missing"
+        for candidate in candidates:
+            if (folder / candidate).is_file():
+                return folder / candidate
+        missing = f"{Path(candidates[0]).name} is missing"
         raise DataError(f"{folder} is not {self.title}: {missing}. {self.advice}")
 
 

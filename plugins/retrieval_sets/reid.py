@@ -12,6 +12,7 @@ from retrieval.helpers import Count, Counts
 from retrieval.plugin import Dataset, find_images
 
 from retrieval_sets.published import (
+    SPLIT_AND_ROLE,
     Lists,
     Published,
     Row,
@@ -115,14 +116,10 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     Args:
         folder: the folder `VeRi`, or its parent.
     """
-    sides = {
-        "image_train": ("train", ""),
-        "image_query": ("test", "query"),
-        "image_test": ("test", "gallery"),
-    }
-    root = VERI.root(folder, *sides, inside=["VeRi", "VeRi_with_plate"])
+    folders = {"train": "image_train", "query": "image_query", "gallery": "image_test"}
+    root = VERI.root(folder, *folders.values(), inside=["VeRi", "VeRi_with_plate"])
     problems: list[str] = []
-    rows = list(_rows(root, sides, problems))
+    rows = list(_rows(root, folders, problems))
     return assemble(VERI, Lists(root, rows, problems), counts, where=folder, skip_bad=skip_bad)
 
 
@@ -139,28 +136,23 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     Args:
         folder: the folder `Market-1501-v15.09.15`, or its parent.
     """
-    sides = {
-        "bounding_box_train": ("train", ""),
-        "query": ("test", "query"),
-        "bounding_box_test": ("test", "gallery"),
-    }
-    root = MARKET.root(folder, *sides, inside=["Market-1501-v15.09.15", "market1501"])
+    folders = {"train": "bounding_box_train", "query": "query", "gallery": "bounding_box_test"}
+    root = MARKET.root(folder, *folders.values(), inside=["Market-1501-v15.09.15", "market1501"])
     problems: list[str] = []
-    rows = list(_rows(root, sides, problems))
-    kept = [row for row in rows if row.label != "-1"]
-    if len(kept) < len(rows):
-        notes = [f"{len(rows) - len(kept):,} junk images are left out."]
-    else:
-        notes = []
-    return assemble(
-        MARKET, Lists(root, kept, problems, notes), counts, where=folder, skip_bad=skip_bad
-    )
+    rows = list(_rows(root, folders, problems))
+    people = [row for row in rows if row.label != "-1"]
+    notes = []
+    if junk := len(rows) - len(people):
+        notes.append(f"{junk:,} junk images are left out.")
+    lists = Lists(root, people, problems, notes)
+    return assemble(MARKET, lists, counts, where=folder, skip_bad=skip_bad)
 
 
-def _rows(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) -> Iterator[Row]:
-    """Yield the images of folders whose file names contain identity and camera."""
+def _rows(root: Path, folders: dict[str, str], problems: list[str]) -> Iterator[Row]:
+    """Yield the images of the folder of each part, whose names contain identity and camera."""
     misnamed = []
-    for name, (split, role) in sides.items():
+    for part, name in folders.items():
+        split, role = SPLIT_AND_ROLE[part]
         try:
             listing = find_images(root / name)
         except DataError as error:
@@ -169,13 +161,12 @@ def _rows(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) ->
         if listing.nowhere:
             problems.append(listing.dangling(root / name))
         for path in listing.images:
-            match = _FILE_NAME.fullmatch(path.name)
-            # Misnamed files are collected, so that one error names all of them.
-            if match is None:
-                misnamed.append(path.relative_to(root).as_posix())
-                continue
             key = path.relative_to(root).as_posix()
-            yield Row(key, match[1], split, role, metadata={"camera": f"c{int(match[2])}"})
+            if match := _FILE_NAME.fullmatch(path.name):
+                yield Row(key, match[1], split, role, metadata={"camera": f"c{int(match[2])}"})
+            else:
+                # Misnamed files are collected, so that one error names all of them.
+                misnamed.append(key)
     if misnamed:
         problems.append(
             f"{len(misnamed):,} images are not named ID_cCAMERA_… like 0002_c1s1_000451_03.jpg:"

@@ -14,7 +14,14 @@ from retrieval.errors import DataError
 from retrieval.helpers import Count, Counts
 from retrieval.plugin import Dataset, find_images
 
-from retrieval_sets.published import Lists, Published, Row, assemble, documented
+from retrieval_sets.published import (
+    Lists,
+    Published,
+    Row,
+    annotation_bytes,
+    assemble,
+    documented,
+)
 
 _MAX_BYTES = 16 << 20  # of a file of annotations
 _LISTS = ("easy", "hard", "junk")
@@ -167,16 +174,9 @@ def _read_pickle(path: Path) -> Any:
     Raises:
         DataError: the file is too large, damaged, or holds anything else than these and arrays.
     """
+    content = annotation_bytes(path, _MAX_BYTES)
     try:
-        if (size := path.stat().st_size) > _MAX_BYTES:
-            raise DataError(
-                f"{path} has {size:,} bytes. A file of annotations may have at most {_MAX_BYTES:,}."
-            )
-        return _Reader(io.BytesIO(path.read_bytes()), encoding="latin1").load()
-    except DataError:
-        raise
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+        return _Reader(io.BytesIO(content), encoding="latin1").load()
     except Exception as error:  # a damaged pickle raises various errors
         raise DataError(
             f"{path} is damaged, or no file of annotations: {error}. Only lists, dictionaries, text"
