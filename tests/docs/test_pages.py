@@ -91,7 +91,7 @@ def test_engineer(after_tutorial, root, shown):
     assert set(manifest.variants) == {"fp16", "int8"} and manifest.evaluation
     for name, most in (("engineer_curves.png", 12), ("engineer_neighbours.png", 30)):
         shown(after_tutorial.folder / name, name, most)
-    tomllib.loads((after_tutorial.folder / "lite0.toml").read_text(encoding="utf-8"))
+    tomllib.loads((after_tutorial.folder / "frozen.toml").read_text(encoding="utf-8"))
 
 
 def test_operator(after_tutorial, root):

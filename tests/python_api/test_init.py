@@ -78,6 +78,14 @@ def test_all_recipes_are_valid_and_share_a_split(tmp_path):
     assert recipes[0].split.by == "class" and recipes[0].split.validation_by == "class"
 
 
+@pytest.mark.parametrize(("name", "epochs"), [("frozen", 20), ("finetune", 12)])
+def test_the_engineers_page_shows_what_init_writes(name, epochs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # bf16 is for GPUs
+    page = Path(__file__).parents[2].joinpath("docs", "engineer.md").read_text(encoding="utf-8")
+    shown = page.split(f":caption: {name}.toml\n\n")[1].split("```")[0]
+    assert shown == recipe_text(FACTS, name, 160, epochs)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 @pytest.mark.parametrize("instructions", [[], ["avx512_bf16"], ["bf16"]])
 def test_bf16_is_proposed_to_processors_with_its_instructions(

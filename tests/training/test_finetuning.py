@@ -427,8 +427,8 @@ def test_the_recipe_on_the_page_trains_the_head_then_the_whole_net(tmp_path):
     """On small digits and for a few steps."""
     pytest.importorskip("timm", reason="the extra efficientnet is not installed")
     page = Path(__file__).parents[2].joinpath("docs", "engineer.md").read_text(encoding="utf-8")
-    text = page.split(":caption: finetuned.toml\n")[1].split("```")[0]
-    (tmp_path / "finetuned.toml").write_text(text, encoding="utf-8")
+    text = page.split(":caption: finetune.toml\n")[1].split("```")[0]
+    (tmp_path / "finetune.toml").write_text(text, encoding="utf-8")
     small = [
         "backbone.size=32",
         "sampler.classes=3",
@@ -436,7 +436,7 @@ def test_the_recipe_on_the_page_trains_the_head_then_the_whole_net(tmp_path):
         "evaluate.batch_size=512",
     ]
     digits = ["data={name='core.digits'}", "phase.0.epochs=2", "phase.1.epochs=1"]
-    recipe = read_recipe(tmp_path / "finetuned.toml", [*digits, *small])
+    recipe = read_recipe(tmp_path / "finetune.toml", [*digits, *small])
     run, lines = reported(tmp_path / "run", recipe)
     assert [line["phase"] for line in log(run.path)] == ["head", "head", "whole"]
     assert any(line.startswith("Kept: ") for line in lines)
