@@ -341,7 +341,8 @@ class Store(ABC):
             StoreError: the store cannot keep words, or it cannot be written to.
         """
         raise StoreError(
-            "This store keeps no words of its items; an index in a folder can. Search by vectors."
+            "This store keeps no words of its items; an index in a folder or in Postgres can."
+            " Search by vectors."
         )
 
     def keeps_words(self) -> bool:
@@ -372,7 +373,7 @@ class Store(ABC):
         """
         raise DataError(
             "The store of this index keeps no words of its items. Search by vectors, or keep the"
-            " index in a folder."
+            " index in a folder or in Postgres."
         )
 
     # Generations

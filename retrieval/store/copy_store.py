@@ -60,6 +60,8 @@ def copy_items(
 ) -> None:
     """Copy all items of one store to another, with arrays, originals and calibration.
 
+    The target keeps words if the source does and the target can.
+
     Args:
         source: the store to read from.
         target: the store to write to.
@@ -67,6 +69,8 @@ def copy_items(
         bare: called with the items that have no arrays, which `target.upsert` would refuse.
         report: called with the number of items of each page that was copied.
     """
+    if source.keeps_words() and "words" in target.capabilities:
+        target.keep_words()
     after: str | None = None
     while page := source.scan(after=after, limit=PAGE):
         after = page[-1].id

@@ -22,6 +22,10 @@ from retrieval.store.masks import sql_of
 from retrieval.store.record import ask, last_number, value
 
 MAX_TERMS = 64  # different words of a query that count
+WITHOUT_WORDS = (
+    "This index does not keep the words of its items. Run 'retrieval index words' on it (in Python"
+    " index.keep_words()), or search by vectors alone."
+)
 # Items whose words a transaction reads; their metadata have at most 1 MB each.
 _READ_AT_ONCE = 5000
 _TERM = re.compile(r"[^\W_]+")
@@ -101,10 +105,7 @@ def best_items(
 ) -> list[tuple[str, float]]:
     """Return the ids and scores of the items that fit a text best; see `Store.search_words`."""
     if not are_kept(connection):
-        raise DataError(
-            "This index does not keep the words of its items. Run 'retrieval index words' on it"
-            " (in Python index.keep_words()), or search by vectors alone."
-        )
+        raise DataError(WITHOUT_WORDS)
     condition, values = sql_of(connection, filter)
     match = match_of(text)
     if not match:

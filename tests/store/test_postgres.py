@@ -220,7 +220,11 @@ def test_an_update_keeps_what_others_change_meanwhile(index):
 
 
 def test_a_server_that_is_killed_while_two_write_loses_nothing_acknowledged(index, server):
-    """Each call writes a pair of items and deletes an earlier pair; both happen or neither does."""
+    """Each call writes a pair of items and deletes an earlier pair; both happen or neither does.
+
+    The words of the items are those of the labels afterwards.
+    """
+    index.keep_words()
     kept: list[dict[str, str]] = [{}, {}]
     doubtful: list[set[str]] = [set(), set()]
     stop = threading.Event()
@@ -269,6 +273,9 @@ def test_a_server_that_is_killed_while_two_write_loses_nothing_acknowledged(inde
     pairs = Counter(id.rpartition(" ")[0] for id in found)
     assert set(pairs.values()) == {2}, "half of a call is there"
     assert index.originals(found) == dict.fromkeys(found, b"x")
+    for turn in range(200):
+        ids = {id for id, _ in index.search_words(str(turn), 100)}
+        assert ids == {id for id, label in found.items() if label == str(turn)}
     (hits,) = index.search(random_item(next(iter(found)), 0).vector[None], 10_000, SERVED)
     assert {item.id for item in hits} == found.keys()
 
@@ -500,6 +507,7 @@ def test_an_index_is_served_while_it_changes_and_its_server_is_killed(
         assert nearest(images[3]) == [images[3].name] * 2
         assert "1 added" in run("add", tmp_path / "more")
         assert nearest(late) == ["late.png"] * 2
+        assert "keeps the words of its 12 items" in run("words")
         run("migrate", other_bundle)
         assert nearest(late) == ["late.png"] * 2
         assert "number 2, state served" in run("show")
@@ -511,6 +519,11 @@ def test_an_index_is_served_while_it_changes_and_its_server_is_killed(
         server.start()
         assert nearest(images[3]) == [images[3].name] * 2
         run("rollback")
+        (label,) = {item.label for item in client.items() if item.key.endswith("late.png")}
+        for each in (client, other):
+            hits = each.search(text=f"a {label}").results
+            assert "9/late.png" in {hit.key for hit in hits}
+            assert {hit.label for hit in hits} == {label}
         assert "1 deleted" in run("delete", f"9/{late.name}")
         assert nearest(late) != ["late.png"] * 2
     copy = tmp_path / "copy.index"

@@ -11,6 +11,7 @@ from retrieval.errors import DataError
 from retrieval.index.index import open_index
 from retrieval.index.integrity import check_index
 from retrieval.store import words
+from retrieval.store.address import Address
 from retrieval.store.contract import Item, widths_of
 from retrieval.store.copy_store import write_copy
 from retrieval.store.filters import as_filter
@@ -32,12 +33,45 @@ CATALOGUE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def postgres():
+    """A server of Postgres, which libpq's variables name."""
+    pytest.importorskip("psycopg", reason="the extra `postgres` is not installed")
+    from postgres_server import PostgresServer
+
+    server = PostgresServer()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "postgres"])
+def store(request, bundle):
+    """An empty store that can keep words."""
+    if request.param == "folder":
+        with LocalStore(request.getfixturevalue("index"), upkeep=False) as opened:
+            yield opened
+        return
+    request.getfixturevalue("postgres")
+    from retrieval_engines.postgres.place import PostgresPlace
+
+    place = PostgresPlace(Address.parse("postgresql:///postgres/words"))
+    with place.create(bundle, widths_of(bundle)) as opened:
+        yield opened
+    place.drop()
+
+
 @pytest.fixture
 def filled(store, bundle):
     """A store of the catalogue that keeps words."""
     store.keep_words()
     store.upsert(CATALOGUE, bundle.sha256)
     return store
+
+
+in_a_folder = pytest.mark.parametrize("store", ["folder"], indirect=True)
 
 
 def ids(store, text, count=10, **options):
@@ -131,22 +165,31 @@ def test_words_follow_every_write(filled, bundle, other):
     pending = filled.pending(generation, 100)
     filled.embed(generation, [], [row.id for row in pending])
     assert filled.switch(generation) and ids(filled, "boot") == ["b"]
-    filled.compact()
+    if isinstance(filled, LocalStore):
+        filled.compact()
     assert sorted(ids(filled, "green boot")) == ["b", "c"]
+    filled.delete(["b"])
+    assert ids(filled, "green boot") == ["c"]
 
 
-def test_an_index_without_words_pays_nothing_and_says_so(store, bundle):
+def test_an_index_without_words_pays_nothing_and_says_so(store, bundle, request):
     store.upsert(CATALOGUE, bundle.sha256)
+    store.delete(["c"])
     assert not store.keeps_words()
     with pytest.raises(DataError, match="'retrieval index words'"):
         store.search_words("red", 3)
-    with store.record.reading() as connection:
-        names = [name for (name,) in connection.execute("select name from sqlite_master")]
-    assert not [name for name in names if "words" in name]
+    if isinstance(store, LocalStore):
+        with store.record.reading() as connection:
+            names = [name for (name,) in connection.execute("select name from sqlite_master")]
+    else:
+        with request.getfixturevalue("postgres").connect() as connection:
+            names = [name for (name,) in connection.execute("select tablename from pg_tables")]
+    assert names and not [name for name in names if "words" in name.rpartition("__")[2]]
 
 
-def test_words_of_earlier_items_are_read_in_blocks(store, bundle, monkeypatch, index):
+def test_words_of_earlier_items_are_read_in_blocks(store, bundle, monkeypatch):
     monkeypatch.setattr(words, "_READ_AT_ONCE", 7)
+    monkeypatch.setattr("retrieval_engines.postgres.store.PAGE", 7)
     store.upsert(items(range(40)), bundle.sha256)
     store.delete(["id3", "id39"])
 
@@ -163,29 +206,32 @@ def test_words_of_earlier_items_are_read_in_blocks(store, bundle, monkeypatch, i
         store.search_words("1", 3)
     store.upsert([item("new", "lamp"), item("id5", "changed")], bundle.sha256)
     store.delete(["id6", "id38"])
-    store.close()
-    assert check_index(index) == ([], [])
-    with LocalStore(index, upkeep=False) as again:
-        blocks: list[int] = []
-        again.keep_words(blocks.append)
-        assert sum(blocks) == 38 - 7 - 2 and again.keeps_words()
-        assert ids(again, "lamp changed") == ["new", "id5"]
-        left = {f"id{n}" for n in range(40)} - {"id3", "id39", "id6", "id38", "id5"}
-        assert left == {id for n in range(40) for id in ids(again, str(n), 50)}
-        again.keep_words(blocks.append)
-        assert sum(blocks) == 38 - 7 - 2
-    assert check_index(index) == ([], [])
+    if isinstance(store, LocalStore):
+        assert check_index(store.folder) == ([], [])
+    blocks: list[int] = []
+    store.keep_words(blocks.append)
+    assert max(blocks) == 7 and sum(blocks) >= 38 - 7 - 2 and store.keeps_words()
+    assert ids(store, "lamp changed") == ["new", "id5"]
+    left = {f"id{n}" for n in range(40)} - {"id3", "id39", "id6", "id38", "id5"}
+    assert left == {id for n in range(40) for id in ids(store, str(n), 50)}
+    count = sum(blocks)
+    store.keep_words(blocks.append)
+    assert sum(blocks) == count
+    if isinstance(store, LocalStore):
+        assert check_index(store.folder) == ([], [])
 
 
-def test_snapshots_keep_words_and_copies_of_items_do_not(filled, tmp_path):
+def test_snapshots_and_copies_keep_words(filled, tmp_path, bundle):
     filled.snapshot(tmp_path / "snapshot")
-    with LocalStore(tmp_path / "snapshot", upkeep=False) as copy:
-        assert ids(copy, "red mug")[0] == "a42"
     write_copy(filled, tmp_path / "copy")
-    with LocalStore(tmp_path / "copy", upkeep=False) as copy:
-        assert not copy.keeps_words()
+    for name in ("snapshot", "copy"):
+        with LocalStore(tmp_path / name, upkeep=False) as copy:
+            assert dict(copy.search_words("size 42 red", 9)) == pytest.approx(
+                dict(filled.search_words("size 42 red", 9))
+            )
 
 
+@in_a_folder
 @pytest.mark.parametrize(
     "sql",
     [
@@ -270,6 +316,7 @@ def test_metadata_of_the_largest_size(store, bundle):
     assert ids(store, many[-1]) == ["m"] and ids(store, "end") == ["long"]
 
 
+@in_a_folder
 def test_command(cli, store, index, bundle):
     store.upsert(CATALOGUE, bundle.sha256)
     store.close()

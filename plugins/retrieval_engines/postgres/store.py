@@ -13,11 +13,15 @@ import numpy as np
 import psycopg
 from psycopg.sql import SQL, Composed, Identifier, Literal
 from psycopg.types.json import Jsonb
-from retrieval.errors import StoreError
+from retrieval.errors import DataError, StoreError
 from retrieval.store.contract import stop_at
+from retrieval.store.copy_store import PAGE
+from retrieval.store.filters import Filter
 from retrieval.store.filters.tree import Field, Joint
-from retrieval.store.items import VECTOR, Floats, Generation
+from retrieval.store.items import VECTOR, Floats, Generation, usable
+from retrieval.store.words import WITHOUT_WORDS
 
+from retrieval_engines.postgres import words
 from retrieval_engines.postgres.connections import Connection, Connections, to_json
 from retrieval_engines.register import RegisterContent
 from retrieval_engines.remote_store import Conditions, RemoteStore, one_line
@@ -67,7 +71,7 @@ class PostgresStore(RemoteStore):
 
     engine = "Postgres"
     errors = (psycopg.Error,)
-    capabilities = frozenset({"atomic", "filters", "ordered"})
+    capabilities = frozenset({"atomic", "filters", "ordered", "words"})
 
     def __init__(
         self,
@@ -350,10 +354,15 @@ class PostgresStore(RemoteStore):
         vectors = {f"v{space}": "vector" for space in range(len(generation.spans))}
         columns = {**types, "arrays": "bytea", **vectors}
         self._copy(self._table(generation), columns, (_values(row, generation) for row in rows))
+        if self._has_words(generation):
+            self._write_words(rows)
 
     def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
-        table = self._table(generation)
-        self._execute("delete from {table} where id = any(%s)", list(ids), table=table)
+        tables = [self._table(generation)]
+        if self._has_words(generation):
+            tables.append(self._words)
+        for table in tables:
+            self._execute("delete from {table} where id = any(%s)", list(ids), table=table)
 
     def _read_rows(
         self, generation: Generation, ids: Sequence[str], arrays: bool = False
@@ -443,6 +452,63 @@ class PostgresStore(RemoteStore):
         for number, ids in zip(short, nearest(EXACTLY, queries[short]), strict=True):
             answers[number] = ids
         return answers
+
+    # Words. The note "words" is the id up to which the items' words were read, or True for all.
+
+    @property
+    def _words(self) -> Identifier:
+        return Identifier(f"{self._prefix}words")
+
+    def _has_words(self, generation: Generation) -> bool:
+        """Return whether a write to a generation changes words; all generations share them."""
+        return generation.state == "served" and "words" in self._read_notes()
+
+    def _write_words(self, rows: Sequence[Row]) -> None:
+        lists = ((row.id, words.words_of(row)) for row in rows)
+        self._copy(self._words, words.COLUMNS, lists)
+
+    def keep_words(self, report: Callable[[int], object] = lambda count: None) -> None:
+        """Keep the words of all items from now on; see `Store`."""
+        while not self.keeps_words():
+            with self._writing():
+                served = self._read_register().served
+                after = self._read_notes().get("words")
+                if after is None:
+                    for text in words.CREATE:
+                        self._execute(text, words=self._words)
+                rows = self._read_page(served, (), after, PAGE)
+                # Those that were written since the first page have their words.
+                known = set(
+                    self._execute(
+                        "select id from {words} where id = any(%s)",
+                        [row.id for row in rows],
+                        words=self._words,
+                    )
+                )
+                self._write_words([row for row in rows if (row.id,) not in known])
+                self._write_notes({"words": not rows or rows[-1].id})
+            report(len(rows))
+
+    def keeps_words(self) -> bool:
+        """Return whether the index has the words of all items."""
+        return self._read_notes().get("words") is True
+
+    def search_words(
+        self, text: str, count: int, *, filter: Filter | None = None, also: Sequence[str] = ()
+    ) -> list[tuple[str, float]]:
+        """Return the items that fit the words of a text best; see `Store`."""
+        with self._reading():
+            register = self._read_register()
+            if register.notes.get("words") is not True:
+                raise DataError(WITHOUT_WORDS)
+            where, values = _all_of(self._conditions(filter))
+            if filter is not None:
+                where = SQL("id in (select id from {} where {})").format(
+                    self._table(register.served), where
+                )
+            terms = words.terms_of(text)
+            parameters = (terms, terms, *values, count, usable(also), count)
+            return self._execute(words.SEARCH, *parameters, words=self._words, where=where)
 
     # Filters
 
