@@ -9,7 +9,8 @@ import difflib
 import json
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 
@@ -80,6 +81,25 @@ class StoreError(RetrievalError):
 
 class MissingDependency(RetrievalError):
     """A required package is not installed, or two installed packages conflict."""
+
+
+@contextmanager
+def needing(problem: str, extra: str) -> Iterator[None]:
+    """Context manager for the import of an optional package.
+
+    Args:
+        problem: what is wrong without the package, such as "Parquet tables need pyarrow".
+        extra: the extra of this package that installs it.
+
+    Raises:
+        MissingDependency: the package cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependency(
+            f"{problem}. Install it: pip install 'embedding-retrieval[{extra}]'"
+        ) from error
 
 
 class ServerError(RetrievalError):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrieval.errors import DataError, MissingDependency, did_you_mean, first_line
+from retrieval.errors import DataError, did_you_mean, first_line, needing
 from retrieval.helpers import as_dataset, refuse, usable_dataset
 from retrieval.plugin import Dataset
 
@@ -118,13 +118,8 @@ def huggingface(
         MissingDependency: `datasets` is not installed.
         DataError: the data cannot be loaded, or have no such split or column.
     """
-    try:
+    with needing("core.huggingface needs Hugging Face's datasets", "huggingface"):
         import datasets
-    except ImportError as error:
-        raise MissingDependency(
-            "core.huggingface needs Hugging Face's datasets: pip install"
-            " 'embedding-retrieval[huggingface]'"
-        ) from error
     try:
         if Path(source).is_dir():
             loaded: Any = datasets.load_from_disk(source)

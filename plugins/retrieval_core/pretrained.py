@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import torch
 from pydantic import Field, PositiveInt
-from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean
+from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean, needing
 from retrieval.helpers import (
     Network,
     fetch,
@@ -465,11 +465,7 @@ def _timm_preprocessing(config: dict[str, Any], size: int | None) -> Preprocessi
 
 
 def _timm(extra: str) -> Any:
-    try:
+    with needing("timm is not installed", extra):
         import timm
         import timm.data
-    except ImportError as error:
-        raise MissingDependency(
-            f"timm is not installed. Install it: pip install 'embedding-retrieval[{extra}]'"
-        ) from error
     return timm

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from retrieval.errors import BundleError, MissingDependency, RetrievalError, ServerError
+from retrieval.errors import BundleError, RetrievalError, ServerError, needing
 
 _REASON_CHARACTERS = 300
 REPOSITORY = r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}"
@@ -15,13 +15,8 @@ REPOSITORY = r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}"
 
 def load_hub() -> Any:
     """Return the module `huggingface_hub`; raise `MissingDependency` if it is not installed."""
-    try:
+    with needing("Models on a hub need huggingface_hub", "hub"):
         import huggingface_hub
-    except ImportError:
-        raise MissingDependency(
-            "Models on a hub need huggingface_hub. Install it with: pip install"
-            " 'embedding-retrieval[hub]'"
-        ) from None
     return huggingface_hub
 
 

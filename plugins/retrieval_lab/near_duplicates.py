@@ -162,9 +162,9 @@ def near_pairs(
                 first = np.minimum(rows[row[once]], columns[column[once]])
                 second = np.maximum(rows[row[once]], columns[column[once]])
                 if same is not None:
-                    kept = same[first] != same[second]
-                    first = first[kept]
-                    second = second[kept]
+                    differ = same[first] != same[second]
+                    first = first[differ]
+                    second = second[differ]
                 for begin in range(0, len(first), 4096):
                     pair = first[begin : begin + 4096], second[begin : begin + 4096]
                     differences = vectors[pair[0]].astype(np.float64) - vectors[pair[1]]

@@ -278,11 +278,13 @@ def source_of(labels: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str |
     for label, row in zip(labels, rows, strict=False):
         for name, value in row.items():
             if any(word in name.lower() for word in _SOURCES):
-                sources.setdefault(name, {}).setdefault(label, set()).add(str(value or ""))
-    for name, of_class in sources.items():
-        values = set.union(*of_class.values()) - {""}
-        mixed = sum(len(own - {""}) > 1 for own in of_class.values())
-        if len(values) >= 3 and mixed > len(of_class) / 2:
+                sources_of_class = sources.setdefault(name, {}).setdefault(label, set())
+                if value:
+                    sources_of_class.add(str(value))
+    for name, by_class in sources.items():
+        values = set.union(*by_class.values())
+        mixed = sum(len(sources_of_class) > 1 for sources_of_class in by_class.values())
+        if len(values) >= 3 and mixed > len(by_class) / 2:
             return name
     return None
 

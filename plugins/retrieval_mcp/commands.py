@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 from retrieval.cli.common import PATH, command
-from retrieval.errors import MissingDependency
+from retrieval.errors import needing
 
 
 @command(
@@ -15,7 +15,7 @@ from retrieval.errors import MissingDependency
     "retrieval mcp photos.index --photos photos",
     "RETRIEVAL_KEY=$(cat key) retrieval mcp https://search.example.com --index photos",
 )
-@click.argument("place", metavar="INDEX")
+@click.argument("address", metavar="INDEX")
 @click.option(
     "--photos",
     type=PATH,
@@ -23,34 +23,28 @@ from retrieval.errors import MissingDependency
     help="Folder whose images an agent may name as queries; by default the current folder.",
 )
 @click.option("--index", metavar="NAME", help="Name of the index, if a server has several.")
-def mcp(place: str, photos: Path, index: str | None) -> None:
+def mcp(address: str, photos: Path, index: str | None) -> None:
     """Let an agent search INDEX by the Model Context Protocol, over standard input and output.
 
     INDEX is a folder, an address, or the URL of a search server. The tools are search, identify and
     get; none changes anything. At a server they have the rights of the API key in the environment
     variable RETRIEVAL_KEY.
     """
-    is_server = place.startswith(("http://", "https://"))
+    is_server = address.startswith(("http://", "https://"))
     if index is not None and not is_server:
         raise click.UsageError("Leave --index out: INDEX is no server.")
-    try:
+    with needing("A server for agents needs mcp", "mcp"):
         from retrieval_mcp.tools import server_of
-    except ModuleNotFoundError as fault:
-        if str(fault.name).partition(".")[0] != "mcp":
-            raise
-        raise MissingDependency(
-            "A server for agents needs mcp. Install it with: pip install 'embedding-retrieval[mcp]'"
-        ) from None
-    from retrieval_mcp.places import LocalIndex, ServedIndex
+    from retrieval_mcp.searched_index import LocalIndex, ServedIndex
 
     if is_server:
         from retrieval.client import Client
 
         key = os.environ.get("RETRIEVAL_KEY") or None
-        with Client(place, key=key, index=index) as client:
+        with Client(address, key=key, index=index) as client:
             server_of(ServedIndex(client), photos).run()
     else:
         from retrieval.index.index import open_index
 
-        with open_index(place) as opened:
+        with open_index(address) as opened:
             server_of(LocalIndex(opened), photos).run()

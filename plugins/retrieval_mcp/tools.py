@@ -17,7 +17,7 @@ from retrieval.base.runtime import installed_version
 from retrieval.errors import DataError, RetrievalError
 from retrieval.images.decoding import Limits, decode
 
-from retrieval_mcp.places import Place
+from retrieval_mcp.searched_index import LocalIndex, ServedIndex
 
 T = TypeVar("T")
 MAX_BYTES = 10_000_000
@@ -34,16 +34,16 @@ Image = Annotated[
 ]
 
 
-def server_of(place: Place, photos: Path) -> MCPServer[Any]:
+def server_of(index: LocalIndex | ServedIndex, photos: Path) -> MCPServer[Any]:
     """Return a server whose tools search an index.
 
     Args:
-        place: the index.
+        index: the index.
         photos: folder whose files an agent may name.
     """
     server: MCPServer[Any] = MCPServer(
         "retrieval",
-        instructions=f"{place.about()} Search it by an image, a text or similar items.",
+        instructions=f"{index.about()} Search it by an image, a text or similar items.",
         version=installed_version(),
         log_level="WARNING",
     )
@@ -65,7 +65,7 @@ def server_of(place: Place, photos: Path) -> MCPServer[Any]:
             if sum((image is not None, text is not None, bool(like))) != 1:
                 raise DataError("Give exactly one of image, text and like.")
             content = None if image is None else image_bytes(image, photos)
-            return place.search(content, text, like, k, filter)
+            return index.search(content, text, like, k, filter)
 
         return _answered(work)
 
@@ -74,16 +74,16 @@ def server_of(place: Place, photos: Path) -> MCPServer[Any]:
 
         far is the accepted share of strangers, whose class the index lacks, that get a label.
         """
-        return _answered(lambda: place.identify(image_bytes(image, photos), far))
+        return _answered(lambda: index.identify(image_bytes(image, photos), far))
 
     def get(id: ItemId, picture: bool = False) -> CallToolResult:
         """Get an item's label and metadata, and with picture a small picture of it."""
 
         def work() -> CallToolResult:
-            item = place.get(id)
+            item = index.get(id)
             content: list[Any] = [TextContent(type="text", text=f"{item}")]
             if picture:
-                jpeg = base64.b64encode(place.picture(id)).decode()
+                jpeg = base64.b64encode(index.picture(id)).decode()
                 content.append(ImageContent(type="image", data=jpeg, mime_type="image/jpeg"))
             return CallToolResult(content=content, structured_content=item)
 

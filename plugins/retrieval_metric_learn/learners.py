@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, PositiveInt
 from retrieval.base.arrays import Floats, Ints
-from retrieval.errors import MissingDependency
+from retrieval.errors import needing
 from retrieval.helpers import Seeded
 from retrieval.plugin import LinearMap
 
@@ -33,13 +33,8 @@ ADVICE = "Scale the features, remove constant and repeated ones, or use more ite
 @cache
 def adapted(name: str) -> type:
     """Return a subclass of metric-learn's class `name` that does not check its input."""
-    try:
+    with needing(f"{name} comes from metric-learn, which is not installed", "metric-learn"):
         import metric_learn
-    except ImportError as error:
-        raise MissingDependency(
-            f"{name} comes from metric-learn, which is not installed. Install it: pip install"
-            " 'embedding-retrieval[metric-learn]'."
-        ) from error
 
     def unchecked(
         self: Any, X: Any, y: Any = None, type_of_inputs: str = "classic", **checks: Any

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 from retrieval.base.arrays import Array, Floats32, Ints
-from retrieval.errors import DataError, MissingDependency, first_line, printable
+from retrieval.errors import DataError, first_line, needing, printable
 from retrieval.helpers import Meter, cache_folder, strict_loads, to_png
 from retrieval.plugin import Dataset
 
@@ -51,12 +51,8 @@ class Endpoint:
     """
 
     def __init__(self, address: str) -> None:
-        try:
+        with needing("httpx is not installed", "client"):
             import httpx
-        except ImportError as error:
-            raise MissingDependency(
-                "httpx is not installed. Install it: pip install 'embedding-retrieval[client]'"
-            ) from error
         self.http = httpx
         self.url, _, query = address.partition("?")
         self.parameters = dict(parse_qsl(query))
@@ -73,7 +69,7 @@ class Endpoint:
             if parts.scheme != "https" and parts.hostname not in ("127.0.0.1", "::1", "localhost"):
                 raise DataError(f"{self.url} would get the key of {KEY} unencrypted. Use https.")
         digest = hashlib.sha256(address.encode()).hexdigest()
-        self.cache = cache_folder() / "endpoints" / f"{digest}.sqlite"
+        self.cache_file = cache_folder() / "endpoints" / f"{digest}.sqlite"
 
     def __call__(self, dataset: Dataset, items: Ints) -> Array:
         """Return the vectors (N, D) of items by index (N,).
@@ -82,21 +78,21 @@ class Endpoint:
             DataError: the endpoint cannot be reached, or its answer is refused.
         """
         vectors: list[Floats32] = []
-        self.cache.parent.mkdir(parents=True, exist_ok=True)
+        self.cache_file.parent.mkdir(parents=True, exist_ok=True)
         try:
             with (
-                closing(sqlite3.connect(self.cache)) as kept,
+                closing(sqlite3.connect(self.cache_file)) as cache,
                 self.http.Client(timeout=WAIT_SECONDS, headers=self.headers) as client,
                 Meter("embedding", len(items), "images") as meter,
             ):
-                kept.execute("CREATE TABLE IF NOT EXISTS vectors (image PRIMARY KEY, vector)")
+                cache.execute("CREATE TABLE IF NOT EXISTS vectors (image PRIMARY KEY, vector)")
                 for start in range(0, len(items), BATCH):
                     urls = []
                     for picture in pictures(dataset, items[start : start + BATCH]):
                         picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
                         content = base64.b64encode(to_png(picture)).decode()
                         urls.append(f"data:image/png;base64,{content}")
-                    vectors += self._embedded(client, kept, urls)
+                    vectors += self._embedded(client, cache, urls)
                     meter.update(len(urls))
         except self.http.HTTPError as error:
             reason = first_line(error) or type(error).__name__
@@ -104,28 +100,30 @@ class Endpoint:
                 f"{self.url} cannot be reached: {reason}. The same command goes on where it ended."
             ) from error
         except sqlite3.Error as error:
-            raise DataError(f"{self.cache}: {error}. Delete this file, or free space.") from error
+            raise DataError(
+                f"{self.cache_file}: {error}. Delete this file, or free space."
+            ) from error
         if len({len(vector) for vector in vectors}) > 1:
             raise DataError(f"{self.url} gave vectors of different dimensions.")
         return unit(np.stack(vectors))
 
     def _embedded(
-        self, client: Any, kept: sqlite3.Connection, urls: Sequence[str]
+        self, client: Any, cache: sqlite3.Connection, urls: Sequence[str]
     ) -> list[Floats32]:
         """Return the vectors of images; the endpoint is asked for those that are not kept."""
         images = [hashlib.sha256(url.encode()).digest() for url in urls]
         marks = ", ".join("?" * len(images))
-        rows = kept.execute(f"SELECT * FROM vectors WHERE image IN ({marks})", images)
+        rows = cache.execute(f"SELECT * FROM vectors WHERE image IN ({marks})", images)
         vectors = {image: np.frombuffer(vector, np.float32) for image, vector in rows}
         new = {image: url for image, url in zip(images, urls, strict=True) if image not in vectors}
         if new:
             answer = self._answer(client, {**self.parameters, "input": [*new.values()]})
             vectors |= zip(new, self._vectors(answer, len(new)), strict=True)
-            kept.executemany(
+            cache.executemany(
                 "INSERT INTO vectors VALUES (?, ?)",
                 [(name, vectors[name].tobytes()) for name in new],
             )
-            kept.commit()
+            cache.commit()
         return [vectors[image] for image in images]
 
     def _answer(self, client: Any, body: dict[str, Any]) -> bytes:

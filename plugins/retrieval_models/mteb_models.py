@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from retrieval.base.arrays import Array, Ints
-from retrieval.errors import DataError, MissingDependency
+from retrieval.errors import DataError, needing
 from retrieval.helpers import Meter
 from retrieval.plugin import Dataset
 
@@ -31,12 +31,8 @@ class MtebModel:
     """
 
     def __init__(self, address: str) -> None:
-        try:
+        with needing("mteb is not installed", "mteb"):
             import mteb
-        except ImportError as error:
-            raise MissingDependency(
-                "mteb is not installed. Install it: pip install 'embedding-retrieval[mteb]'"
-            ) from error
         self.name = address.partition(":")[2]
         self.task = mteb.get_task(TASK).metadata
         try:

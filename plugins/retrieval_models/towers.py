@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
-from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean, first_line
+from retrieval.errors import DataError, RecipeError, did_you_mean, first_line, needing
 from retrieval.helpers import Network, fetch, hub_from_cache_when_away, interpolation, some
 from retrieval.plugin import Backbone, Preprocessing, TextEncoder
 from torch import Tensor, float32, nn
@@ -438,13 +438,8 @@ class _Modules(nn.Module):
 
 
 def _library(name: str) -> Any:
-    try:
+    with needing(f"{name} is not installed", name.replace("_", "-")):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingDependency(
-            f"{name} is not installed. Install it: pip install"
-            f" 'embedding-retrieval[{name.replace('_', '-')}]'"
-        ) from error
 
 
 def _loaded(model: str, load: Callable[[], T]) -> T:

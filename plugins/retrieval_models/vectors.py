@@ -62,12 +62,13 @@ class Vectors:
         for keys in names:
             if all(key in self.rows for key in keys):
                 return self.vectors[[self.rows[key] for key in keys]]
-        if not self.has_keys and len(self.vectors) == len(dataset):
-            return self.vectors[items]
         if self.has_keys:
             missing = [key for key in names[0] if key not in self.rows]
             raise DataError(f"{self.path} has no vector with the key {some(missing, 3)}.")
-        raise DataError(
-            f"{self.path} has {len(self.vectors):,} vectors without keys, and the data"
-            f" {len(dataset):,} items. Save one vector for each item in the data's order, or keys."
-        )
+        if len(self.vectors) != len(dataset):
+            raise DataError(
+                f"{self.path} has {len(self.vectors):,} vectors without keys, and the data"
+                f" {len(dataset):,} items. Save one vector for each item in the data's order, or"
+                " keys."
+            )
+        return self.vectors[items]

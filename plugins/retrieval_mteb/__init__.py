@@ -16,19 +16,14 @@ from typing import Any
 import numpy as np
 import retrieval
 import torch
-from retrieval.errors import BundleError, DataError, MissingDependency
+from retrieval.errors import BundleError, DataError, needing
 from retrieval.results import Bundle, BundleEncoder
 from torch import Tensor
 
-try:
+with needing("retrieval_mteb needs mteb, which is not installed", "mteb"):
     from mteb.models import ModelMeta
     from mteb.models.model_meta import ScoringFunction
     from mteb.types import PromptType
-except ModuleNotFoundError as error:
-    raise MissingDependency(
-        f"retrieval_mteb needs {error.name}, which is not installed. Install it: pip install"
-        " 'embedding-retrieval[mteb]'."
-    ) from error
 
 
 class MtebEncoder:

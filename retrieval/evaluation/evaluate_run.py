@@ -204,17 +204,11 @@ def evaluate(
     model = run.model.to(device)
     combiner = model.combiner
 
-    def encoded_sides(encode: Callable[[Ints], Any]) -> tuple[Any, Any]:
-        query_codes = encode(query)
-        if gallery is None:
-            return query_codes, None
-        return query_codes, encode(gallery)
-
     def measure(sides: tuple[Any, Any], distance: Any = None) -> Evaluation:
         return protocol.measure(*sides, distance, metrics=chosen, clusters=clusters)
 
     distance = combiner and combiner.compute_mat
-    codes = encoded_sides(ItemCodes(run, device))
+    codes = protocol.encoded(ItemCodes(run, device))
     trained = measure(codes, distance)
     contestants = {"trained": trained}
     if model.text is not None:
@@ -236,10 +230,10 @@ def evaluate(
     if rankings is not None:
         protocol.write_rankings(Path(rankings), *codes, distance)
     if baseline:
-        raw = encoded_sides(lambda items: pixels(run.dataset, items, model))
+        raw = protocol.encoded(lambda items: pixels(run.dataset, items, model))
         contestants[raw_name(run)] = measure(raw)
     for address, encoder in encoders.items():
-        contestants[address] = measure(encoded_sides(partial(encoder, run.dataset)))
+        contestants[address] = measure(protocol.encoded(partial(encoder, run.dataset)))
     values = {name: contestant.values for name, contestant in contestants.items()}
     candidates = None
     if bundle is not None:
@@ -469,6 +463,12 @@ class Protocol:
                 " Leave out the bundle, or remove this from the recipe."
             )
 
+    def encoded(self, encode: Callable[[Items], Any]) -> tuple[Any, Any]:
+        """Return the codes of the queries and of the gallery; `None` without a gallery."""
+        if self.gallery is None:
+            return encode(self.query), None
+        return encode(self.query), encode(self.gallery)
+
     def measure(self, query: Any, gallery: Any, distance: Any = None, **further: Any) -> Evaluation:
         """Return the metrics of the queries' and the gallery's codes.
 
@@ -692,17 +692,16 @@ def _served(
     bundle = Bundle.open(path)
     queries = encoded(bundle, run, query)
     query_class = run.splits.labels[query]
-    relevant: Ints
     if gallery is None:
         items = queries
         item_class = query_class
         exclude = np.arange(len(query))
-        relevant = class_sizes(query_class, item_class) - 1
     else:
         items = encoded(bundle, run, gallery)
         item_class = run.splits.labels[gallery]
         exclude = None
-        relevant = class_sizes(query_class, item_class)
+    # without a gallery, the query itself is no answer
+    relevant = class_sizes(query_class, item_class) - (exclude is not None)
     metrics = {
         name: m for name, m in metrics.items() if isinstance(m.depth, int) and not is_pooled(m)
     }

@@ -321,14 +321,21 @@ def pooled_hits(
     nearest_class = np.where(items >= 0, item_class[items], -1)
     matches = nearest_class == query_class[:, None]
     if relevance is not None:
-        step = max(1, _GRADES // size)
-        for start in range(0, len(items), step):
-            part = slice(start, start + step)
-            grades = relevance(np.arange(len(items))[part])
-            matches[part] = np.take_along_axis(grades, items[part], 1) >= relevance.match
+        matches = hit_grades(relevance, np.arange(len(items)), items) >= relevance.match
     matches &= items >= 0
     classes = len(np.unique(item_class))
     return PooledHits(matches, distances, relevant, query_class, nearest_class, classes)
+
+
+def hit_grades(relevance: Relevance, queries: Ints, hits: Ints) -> Grades:
+    """Return the grades (Q, k) of the hits of some queries (Q,); 0 for row −1, which is no hit."""
+    grades = np.zeros(hits.shape, np.float32)
+    step = max(1, _GRADES // relevance.sizes[1])
+    for start in range(0, len(hits), step):
+        part = slice(start, start + step)
+        grades[part] = np.take_along_axis(relevance(queries[part]), hits[part], 1)
+    grades[hits < 0] = 0
+    return grades
 
 
 def matching(

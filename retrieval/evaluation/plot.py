@@ -22,7 +22,7 @@ from matplotlib.text import Text
 from numpy.typing import ArrayLike
 from PIL import Image
 
-from retrieval.errors import DataError, MissingDependency
+from retrieval.errors import DataError, needing
 from retrieval.images.decoding import decode
 from retrieval.images.preprocessing import as_list, from_pixels, to_mode
 from retrieval.model.labels import read_labels
@@ -357,12 +357,8 @@ def plane(
     if method == "umap":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # UMAP warns that it uses one thread if it has a seed
-            try:
+            with needing("A map by UMAP needs umap-learn", "umap"):
                 from umap import UMAP
-            except ImportError as error:
-                raise MissingDependency(
-                    "A map by UMAP needs umap-learn: pip install 'embedding-retrieval[umap]'"
-                ) from error
             near = min(15, len(points) - 1)
             umap = UMAP(n_neighbors=near, init="random", random_state=seed, n_jobs=1)
             return np.asarray(umap.fit_transform(points)), "UMAP"

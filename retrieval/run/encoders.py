@@ -7,7 +7,7 @@ a plugin offers, as `vectors:FILE` does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,7 +79,7 @@ def encoder_at(plugins: Plugins, address: str) -> ItemEncoder:
     """
     if named := backbone_at(plugins, address):
         backbone = named_backbone(plugins, *named, random_weights=False)
-        return CheckedEncoder(address, _BackboneEncoder(Model(backbone, nn.Identity())))
+        return partial(_checked, address, partial(_features, Model(backbone, nn.Identity())))
     scheme = address.partition(":")[0]
     factories = {name.partition(".")[2]: f for name, f in plugins.factories("encoders").items()}
     if scheme not in factories:
@@ -89,51 +89,39 @@ def encoder_at(plugins: Plugins, address: str) -> ItemEncoder:
             f" {', '.join(f'{name}:' for name in factories)}.{did_you_mean(scheme, factories)}"
         )
     with naming(address):
-        return CheckedEncoder(address, factories[scheme].build({"address": address}))
+        return partial(_checked, address, factories[scheme].build({"address": address}))
 
 
-@dataclass(frozen=True)
-class CheckedEncoder:
-    """An encoder whose vectors are checked; the address is its name in messages."""
+def _checked(address: str, encoder: ItemEncoder, dataset: Dataset, items: Ints) -> Floats32:
+    """Return an encoder's vectors (N, D) of items by index (N,), after checking them.
 
-    address: str
-    encoder: ItemEncoder
-
-    def __call__(self, dataset: Dataset, items: Ints) -> Floats32:
-        """Return the vectors (N, D) of items by index (N,).
-
-        Raises:
-            DataError: a vector is not finite, or an item cannot be embedded.
-            PluginError: the encoder fails, or returns something else.
-        """
-        with calling(f"The model {self.address}"):
-            vectors = np.asarray(self.encoder(dataset, items))
-        if vectors.ndim != 2 or len(vectors) != len(items) or vectors.dtype.kind not in "fiu":
-            raise PluginError(
-                f"The model {self.address} gave {vectors.dtype} {vectors.shape} for {len(items):,}"
-                " items, and must give one vector of numbers for each."
-            )
-        with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite
-            checked: Floats32 = vectors.astype(np.float32)
-        bad = np.flatnonzero(~np.isfinite(checked).all(axis=1))
-        if len(bad):
-            key = dataset.keys[int(items[bad[0]])]
-            raise DataError(f"The model {self.address} gave NaN or infinity for {key}.")
-        return checked
+    Raises:
+        DataError: a vector is not finite, or an item cannot be embedded.
+        PluginError: the encoder fails, or returns something else.
+    """
+    with calling(f"The model {address}"):
+        vectors = np.asarray(encoder(dataset, items))
+    if vectors.ndim != 2 or len(vectors) != len(items) or vectors.dtype.kind not in "fiu":
+        raise PluginError(
+            f"The model {address} gave {vectors.dtype} {vectors.shape} for {len(items):,} items,"
+            " and must give one vector of numbers for each."
+        )
+    with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite
+        checked: Floats32 = vectors.astype(np.float32)
+    bad = np.flatnonzero(~np.isfinite(checked).all(axis=1))
+    if len(bad):
+        key = dataset.keys[int(items[bad[0]])]
+        raise DataError(f"The model {address} gave NaN or infinity for {key}.")
+    return checked
 
 
-@dataclass(frozen=True)
-class _BackboneEncoder:
-    """Features of a frozen backbone, from the cache or computed now."""
-
-    model: Model
-
-    def __call__(self, dataset: Dataset, items: Ints) -> Floats32:
-        if dataset.kind != "image":
-            raise DataError("It embeds images, but the data hold vectors.")
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        features = backbone_features(self.model, Subset(dataset, items), device, _BATCH).arrays
-        return np.asarray(features, np.float32)
+def _features(model: Model, dataset: Dataset, items: Ints) -> Floats32:
+    """Return the features (N, F) of a frozen backbone, from the cache or computed now."""
+    if dataset.kind != "image":
+        raise DataError("It embeds images, but the data hold vectors.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    features = backbone_features(model, Subset(dataset, items), device, _BATCH).arrays
+    return np.asarray(features, np.float32)
 
 
 def named_backbone(

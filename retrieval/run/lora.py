@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from retrieval.errors import MissingDependency, RecipeError, did_you_mean, some
+from retrieval.errors import RecipeError, did_you_mean, needing, some
 from retrieval.model.model import Model
 from retrieval.recipe.tables import Lora
 from retrieval.run.checkpoint_format import python_random_kept
@@ -26,13 +26,8 @@ def adapt(model: Model, lora: Lora) -> None:
         MissingDependency: PEFT is not installed.
         RecipeError: a pattern matches no layer, or PEFT rejects the configuration.
     """
-    try:
-        with python_random_kept():
-            import peft
-    except ImportError as error:
-        raise MissingDependency(
-            "[lora] needs PEFT. Install it: pip install 'embedding-retrieval[lora]'"
-        ) from error
+    with needing("[lora] needs PEFT", "lora"), python_random_kept():
+        import peft
     layers = [
         name
         for name, module in model.backbone.named_modules()

@@ -290,8 +290,8 @@ def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
             if not or_kept or not (path / INPUTS).is_file():
                 raise
             why = f"The run's data cannot be opened: {error}"
-    kept = read_inputs(path / INPUTS)
-    return kept, kept.splits_of(why)
+    stored = read_inputs(path / INPUTS)
+    return stored, stored.splits_of(why)
 
 
 def _weights_to_use(path: Path) -> tuple[Path, str]:
@@ -344,8 +344,8 @@ class ItemCodes:
         model = self.run.model.to(self.device)
         if isinstance(self.source, StoredInputs):  # these are few and already preprocessed
             with evaluating(model):
-                kept = torch.from_numpy(self.source.inputs[indices]).to(self.device)
-                codes: Tensor = model(kept)[1].float().cpu()
+                inputs = torch.from_numpy(self.source.inputs[indices]).to(self.device)
+                codes: Tensor = model(inputs)[1].float().cpu()
             return codes
         return encode(
             model,

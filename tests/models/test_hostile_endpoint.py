@@ -18,6 +18,7 @@ from retrieval.plugin import ArrayDataset
 from retrieval.run.encoders import encoder_at
 
 from retrieval_models import endpoint
+from retrieval_models.endpoint import Endpoint
 
 IMAGES, LABELS = digits()
 DATA = ArrayDataset(IMAGES[:20], list(map(str, LABELS[:20])))
@@ -86,13 +87,13 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_an_answer_of_another_shape_is_refused(name):
     with serving(WRONG[name]) as server:
-        encoder = encoder_at(load_plugins(), f"{server.url}?model=m")
-        says = refusal(DataError, encoder, DATA, ALL)
+        embedded = Endpoint(f"{server.url}?model=m")
+        says = refusal(DataError, embedded, DATA, ALL)
         assert SHAPE in says and says.count("\n") == 0 and len(server.bodies) == 1
     # nothing of it was kept: the next, honest server is asked for every image
     with serving() as honest:
-        encoder.encoder.url = honest.url
-        assert encoder(DATA, ALL).shape == (20, 64)
+        embedded.url = honest.url
+        assert embedded(DATA, ALL).shape == (20, 64)
         assert sum(len(body["input"]) for body in honest.bodies) == 20
 
 
@@ -181,8 +182,8 @@ def test_a_connection_that_breaks_is_a_sentence(bytes_):
 
 def test_a_damaged_cache_is_named():
     with serving() as server:
-        encoder = encoder_at(load_plugins(), f"{server.url}?model=damaged")
-        encoder(DATA, ALL)
-        encoder.encoder.cache.write_bytes(b"nonsense" * 1000)
-        says = refusal(DataError, encoder, DATA, ALL)
-    assert f"{encoder.encoder.cache}: " in says and "Delete this file" in says
+        endpoint = Endpoint(f"{server.url}?model=damaged")
+        endpoint(DATA, ALL)
+        endpoint.cache_file.write_bytes(b"nonsense" * 1000)
+        says = refusal(DataError, endpoint, DATA, ALL)
+    assert f"{endpoint.cache_file}: " in says and "Delete this file" in says

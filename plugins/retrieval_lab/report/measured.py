@@ -10,7 +10,7 @@ import torch
 from retrieval.base.arrays import Bools, Floats64, Ints
 from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluate_run import Protocol, device_of, items_of
-from retrieval.evaluation.evaluation import Relevance, query_values
+from retrieval.evaluation.evaluation import hit_grades, query_values
 from retrieval.evaluation.verification import roc_curve
 from retrieval.metrics.recall_map_ndcg import metric
 from retrieval.run.open import ItemCodes, Run
@@ -22,8 +22,6 @@ SHOWN = 8
 RECALLS = (1, 2, 4, 8)
 PER_CLASS = 50
 """Most items of a class in the sample of pairs; more if the classes would not fill the sample."""
-BLOCK = 256
-"""Number of queries whose grades are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +104,8 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     random = np.random.default_rng(0)
     names = class_names(run, label_column)
     query, gallery = items_of(run, "test")
-    encode = ItemCodes(run, device_of(run))
-    codes = encode(query)
-    if gallery is None:
-        gallery_codes = None
-    else:
-        gallery_codes = encode(gallery)
+    protocol = Protocol(run, query, gallery)
+    codes, gallery_codes = protocol.encoded(ItemCodes(run, device_of(run)))
     run.model.to("cpu")
     table = run.recipe.evaluate
     combiner = run.model.combiner
@@ -119,7 +113,6 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     if table.levels or table.tags is not None:
         metrics.append(f"ndcg_at_{SHOWN}")
     chosen = {name: metric(name) for name in metrics}
-    protocol = Protocol(run, query, gallery)
     columns: dict[str, list[Floats64]] = {name: [] for name in metrics}
     classes: list[Items] = []
     for items, gallery_items, left, right in protocol.rounds(codes, gallery_codes):
@@ -145,7 +138,7 @@ def measure(run: Run, sample: int, label_column: str | None = None) -> Measured:
     grades = (rows >= 0) & (labels[searched[rows]] == labels[queries, None])
     match = 1.0
     if relevance is not None:
-        grades = _grades(relevance, answerable, rows)
+        grades = hit_grades(relevance, answerable, rows)
         match = relevance.match
     return Measured(
         run=run,
@@ -183,17 +176,6 @@ def class_names(run: Run, column: str | None) -> list[str]:
         if (value := rows[item].get(column)) is not None:
             names[int(run.splits.labels[item])] = str(value)
     return names
-
-
-def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats64:
-    """Return the grades (Q, k) of results `rows` for the queries `chosen`; 0 for row −1."""
-    grades = np.zeros(rows.shape)
-    for start in range(0, len(chosen), BLOCK):
-        part = slice(start, start + BLOCK)
-        of_all_items = relevance(chosen[part])
-        grades[part] = np.take_along_axis(of_all_items, np.maximum(rows[part], 0), 1)
-    grades[rows < 0] = 0.0
-    return grades
 
 
 def interval(

@@ -197,10 +197,10 @@ class Section:
         worst = order[::-1][:SHEET]
         return [("Best queries", best), ("Worst queries", worst), ("Random queries", random)]
 
-    def hits(self, place: int) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield the items nearest to the query at `place`: (item, "right" or "wrong", captions)."""
+    def hits(self, row: int) -> Iterator[tuple[int, str, list[str]]]:
+        """Yield the items nearest to the query in a row: (item, "right" or "wrong", captions)."""
         measured = self.measured
-        columns = (measured.neighbours[place], measured.distances[place], measured.grades[place])
+        columns = (measured.neighbours[row], measured.distances[row], measured.grades[row])
         for item, distance, grade in zip(*columns, strict=True):
             if item >= 0:
                 captions = [f"{distance:.3g}"]
@@ -405,11 +405,11 @@ def _drawn(axis: Any, corner: str) -> bytes:
 def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bytes:
     """Draw Recall@K of runs with intervals, from each run's `Measured.intervals` by its name."""
     axis = _axis(xlabel="K", ylabel="Recall@K")
-    for place, (name, intervals) in enumerate(runs.items()):
+    for number, (name, intervals) in enumerate(runs.items()):
         means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
         around = np.abs(means[:, 1:] - means[:, :1]).T
-        x = np.arange(len(RECALLS)) + 0.04 * place
-        axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)
+        x = np.arange(len(RECALLS)) + 0.04 * number
+        axis.errorbar(x, means[:, 0], around, marker="osD^v"[number % 5], capsize=3, label=name)
     axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
     return _drawn(axis, "lower right")
 

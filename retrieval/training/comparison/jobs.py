@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -306,13 +307,10 @@ def _model(job: ComparisonJob) -> Metrics:
     encoder = encoder_at(recipe.loaded, job.address)
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
-    query = encoder(dataset, splits.query)
-    gallery = None
-    if splits.gallery is not None:
-        gallery = encoder(dataset, splits.gallery)
     protocol = Protocol(DividedItems(recipe, dataset, splits), splits.query, splits.gallery)
+    vectors = protocol.encoded(partial(encoder, dataset))
     metrics = resolve_metrics(recipe.evaluate.metrics, recipe.loaded, [PRIMARY])
-    return {"model": protocol.measure(query, gallery, metrics=metrics).values}
+    return {"model": protocol.measure(*vectors, metrics=metrics).values}
 
 
 _KINDS = {

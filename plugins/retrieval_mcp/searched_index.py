@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from retrieval.client import Client
 from retrieval.errors import DataError, some
@@ -13,40 +13,14 @@ from retrieval.index.index import Index
 from retrieval.index.queries_and_hits import Hit, Hits
 
 
-class Place(Protocol):
-    """An index, opened or served. Every method may raise a `RetrievalError`."""
-
-    def about(self) -> str:
-        """Return what the index is, in a sentence."""
-
-    def search(
-        self,
-        image: bytes | None,
-        text: str | None,
-        like: Sequence[str],
-        k: int,
-        filter: str | None,
-    ) -> dict[str, Any]:
-        """Return the nearest items, and the name of the embedding as `bundle`."""
-
-    def identify(self, image: bytes, far: float) -> dict[str, Any]:
-        """Return the class that an image shows, or `None` for unknown, and the nearest items."""
-
-    def get(self, id: str) -> dict[str, Any]:
-        """Return an item."""
-
-    def picture(self, id: str) -> bytes:
-        """Return a small JPEG of an item's image."""
-
-
 class LocalIndex:
-    """An opened index in a folder or at an address."""
+    """An opened index in a folder or at an address. Every method may raise a `RetrievalError`."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
 
     def about(self) -> str:
-        """See `Place`."""
+        """Return what the index is, in a sentence."""
         return f"An index of {len(self._index):,} images."
 
     def search(
@@ -57,7 +31,7 @@ class LocalIndex:
         k: int,
         filter: str | None,
     ) -> dict[str, Any]:
-        """See `Place`."""
+        """Return the nearest items, and the name of the embedding as `bundle`."""
         # The index takes unknown ids for paths of files, which an agent may not name here.
         items = self._index.get(like)
         if missing := [id for id in like if id not in items]:
@@ -68,19 +42,19 @@ class LocalIndex:
         return {"results": _facts(hits), "bundle": self._index.bundle.sha256}
 
     def identify(self, image: bytes, far: float) -> dict[str, Any]:
-        """See `Place`."""
+        """Return the class that an image shows, or `None` for unknown, and the nearest items."""
         verdict = self._index.identify(image, far)
         return _verdict(verdict, verdict.hits, self._index.bundle.sha256)
 
     def get(self, id: str) -> dict[str, Any]:
-        """See `Place`."""
+        """Return an item."""
         item = self._index.get(id).get(id)
         if item is None:
             raise DataError(f"The index has no item {id}.")
         return {"id": item.id, "label": item.label, "metadata": dict(item.metadata)}
 
     def picture(self, id: str) -> bytes:
-        """See `Place`."""
+        """Return a small JPEG of an item's image."""
         item = self._index.get(id)[id]
         hit = Hit(item.id, item.label, 0.0, item.metadata, item.path, item.keep)
         image = Hits([hit], self._index.store.original).image(hit)
@@ -90,7 +64,7 @@ class LocalIndex:
 
 
 class ServedIndex:
-    """An index of a search server.
+    """An index of a search server, with the methods of `LocalIndex`.
 
     Args:
         client: the client of this index.
@@ -104,7 +78,7 @@ class ServedIndex:
         self._about = client.index()
 
     def about(self) -> str:
-        """See `Place`."""
+        """See `LocalIndex`."""
         return f"The index {self._about.name} of {self._about.items:,} images."
 
     def search(
@@ -115,22 +89,22 @@ class ServedIndex:
         k: int,
         filter: str | None,
     ) -> dict[str, Any]:
-        """See `Place`."""
+        """See `LocalIndex`."""
         answer = self._client.search(image, text=text, like=list(like), k=k, filter=filter)
         return {"results": _facts(answer), "bundle": answer.bundle}
 
     def identify(self, image: bytes, far: float) -> dict[str, Any]:
-        """See `Place`."""
+        """See `LocalIndex`."""
         answer = self._client.identify(image, far)
         return _verdict(answer, answer, answer.bundle)
 
     def get(self, id: str) -> dict[str, Any]:
-        """See `Place`."""
+        """See `LocalIndex`."""
         item = self._client.get(id)
         return {"id": item.id, "label": item.label, "metadata": item.metadata}
 
     def picture(self, id: str) -> bytes:
-        """See `Place`."""
+        """See `LocalIndex`."""
         return thumbnail(decode(self._client.thumbnail(id), name=f"The image of item {id}"))
 
 
