@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,10 +53,10 @@ def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     Args:
         folder: the folder `food-101`, or its parent.
     """
-    root = FOOD.root(folder, "images", "meta/train.txt", "meta/test.txt", inside=["food-101"])
+    names = {side: f"meta/{side}.txt" for side in ("train", "test")}
+    root = FOOD.root(folder, "images", *names.values(), inside=["food-101"])
     problems: list[str] = []
-    lists = {side: root / "meta" / f"{side}.txt" for side in ("train", "test")}
-    rows = [row for side, path in lists.items() for row in _listed(path, side, ".jpg", problems)]
+    rows = _listed(root, names, ".jpg", problems)
     return assemble(
         FOOD, Lists(root / "images", rows, problems), counts, where=folder, skip_bad=skip_bad
     )
@@ -78,19 +79,13 @@ def dtd(
         partition: number of the split, 1 to 10.
     """
     names = {
-        "train": f"train{partition}",
-        "validation": f"val{partition}",
-        "test": f"test{partition}",
+        "train": f"labels/train{partition}.txt",
+        "validation": f"labels/val{partition}.txt",
+        "test": f"labels/test{partition}.txt",
     }
-    root = DTD.root(
-        folder, "images", *(f"labels/{name}.txt" for name in names.values()), inside=["dtd"]
-    )
+    root = DTD.root(folder, "images", *names.values(), inside=["dtd"])
     problems: list[str] = []
-    rows = [
-        row
-        for side, name in names.items()
-        for row in _listed(root / "labels" / f"{name}.txt", side, "", problems)
-    ]
+    rows = _listed(root, names, "", problems)
     return assemble(
         DTD, Lists(root / "images", rows, problems), counts, where=folder, skip_bad=skip_bad
     )
@@ -126,10 +121,13 @@ def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     return _folders(CALTECH256, "256_ObjectCategories", "257.clutter", folder, counts, skip_bad)
 
 
-def _listed(path: Path, side: str, ending: str, problems: list[str]) -> list[Row]:
-    """Return the images in a list whose lines are CLASS/NAME."""
-    lines = read_lines(path, 1, problems)
-    return [Row(f"{word}{ending}", word.split("/")[0], side) for _, (word,) in lines]
+def _listed(root: Path, names: Mapping[str, str], ending: str, problems: list[str]) -> list[Row]:
+    """Return the images in the list of each side, whose lines are CLASS/NAME."""
+    rows = []
+    for side, name in names.items():
+        for _, (word,) in read_lines(root / name, 1, problems):
+            rows.append(Row(f"{word}{ending}", word.split("/")[0], side))
+    return rows
 
 
 def _folders(

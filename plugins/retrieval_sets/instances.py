@@ -17,6 +17,7 @@ from retrieval_sets.published import (
     annotation_bytes,
     assemble,
     documented,
+    gallery_images,
     read_lines,
 )
 
@@ -141,8 +142,8 @@ def ilias(
     root = folder
     if (folder / "ilias_core").is_dir():
         root = folder / "ilias_core"
-    unrelated = find_images(root / distractors).images if distractors else []
-    skipped = set(unrelated)
+    unrelated = gallery_images(root, distractors, "distractor") if distractors else []
+    unrelated_keys = {row.path for row in unrelated}
     published = Published(
         "ILIAS",
         "its makers (vrg.fel.cvut.cz/ilias)",
@@ -153,14 +154,14 @@ def ilias(
     rows = []
     for role, name in (("query", "query"), ("gallery", "pos")):
         for path in sorted(root.glob(f"*/{name}/*.jpg")):
-            if path not in skipped:
-                key = path.relative_to(root).as_posix()
+            key = path.relative_to(root).as_posix()
+            if key not in unrelated_keys:
                 rows.append(Row(key, key.partition("/")[0], "test", role))
     if not rows:
         raise DataError(f"{folder} is not ILIAS: OBJECT/query is missing. {published.advice}")
-    for path in unrelated:
-        rows.append(Row(path.relative_to(root).as_posix(), "distractor", "test", "gallery"))
-    return assemble(published, Lists(root, rows, []), counts, where=folder, skip_bad=skip_bad)
+    return assemble(
+        published, Lists(root, [*rows, *unrelated], []), counts, where=folder, skip_bad=skip_bad
+    )
 
 
 @documented
@@ -194,9 +195,7 @@ def disc21(
     for query, keys in sources.items():
         key = f"queries/{query}.jpg"
         rows.append(Row(key, key, "test", "query", metadata={"relevant": ";".join(keys)}))
-    for path in find_images(root / "references").images:
-        key = path.relative_to(root).as_posix()
-        rows.append(Row(key, key, "test", "gallery"))
+    rows += gallery_images(root, "references")
     lists = Lists(root, rows, problems)
     return assemble(DISC, lists, counts, where=folder, skip_bad=skip_bad, unknown=True)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from retrieval.errors import DataError
 from retrieval.helpers import ADVICE, Box, Count, Counts, differing, refuse, skip_unreadable, some
-from retrieval.plugin import Dataset, FileDataset
+from retrieval.plugin import Dataset, FileDataset, find_images
 
 F = TypeVar("F", bound=Callable[..., Dataset])
 _MAX_BYTES = 2 << 30  # of a list file
@@ -114,6 +114,15 @@ def numbers(
             return None
         values.append(int(word))
     return values
+
+
+def gallery_images(root: Path, folder: str, label: str = "") -> list[Row]:
+    """Return the images of a folder in `root` as a gallery.
+
+    All have the label or, by default, each has its own path as its label.
+    """
+    keys = [path.relative_to(root).as_posix() for path in find_images(root / folder).images]
+    return [Row(key, label or key, "test", "gallery") for key in keys]
 
 
 def documented(function: F) -> F:

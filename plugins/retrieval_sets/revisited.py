@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from retrieval.errors import DataError
 from retrieval.helpers import Count, Counts
-from retrieval.plugin import Dataset, find_images
+from retrieval.plugin import Dataset
 
 from retrieval_sets.published import (
     Lists,
@@ -21,6 +21,7 @@ from retrieval_sets.published import (
     annotation_bytes,
     assemble,
     documented,
+    gallery_images,
 )
 
 _MAX_BYTES = 16 << 20  # of a file of annotations
@@ -81,9 +82,7 @@ def _revisited(
     queries, images = _COUNTS[name]
     rows: list[Row] = []
     if distractors:
-        for path in find_images(folder / distractors).images:
-            key = path.relative_to(folder).as_posix()
-            rows.append(Row(key, key, "test", "gallery"))
+        rows += gallery_images(folder, distractors)
     published = Published(
         title,
         "its makers (cmp.felk.cvut.cz/revisitop)",

@@ -189,6 +189,8 @@ def evaluate(
             answer.
     """
     refuse_side(side)
+    if rankings is not None and Path(rankings).suffix == ".qrels":
+        raise DataError(f"{rankings}: a run needs another suffix than .qrels, such as .trec.")
     split = side
     if on is not None:
         run = with_data(run, on, side)
@@ -534,9 +536,6 @@ class Protocol:
         Raises:
             DataError: a file cannot be written.
         """
-        judged = path.with_suffix(".qrels")
-        if judged == path:
-            raise DataError(f"{path}: a run needs another suffix than .qrels, such as .trec.")
         queries, searched, *codes = next(self.rounds(query, gallery))
         search, query_class, item_class, arguments = self.search(
             queries, searched, *codes, distance
@@ -549,7 +548,7 @@ class Protocol:
         hits, _ = search.nearest(min(_RANKED, len(names)))
         with (
             whole_file(path, DataError) as new_run,
-            whole_file(judged, DataError) as new_qrels,
+            whole_file(path.with_suffix(".qrels"), DataError) as new_qrels,
             new_run.open("w", encoding="utf-8", errors="backslashreplace") as run,
             new_qrels.open("w", encoding="utf-8", errors="backslashreplace") as qrels,
         ):

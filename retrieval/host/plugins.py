@@ -210,8 +210,8 @@ class Plugins:
         if with_model:
             example = max(with_model, key=lambda full: (full.startswith(f"{BUILT_IN}."), full))
             hint += (
-                f' {" and ".join(with_model)} take a model by its name: name = "{example}",'
-                f' model = "{name}".'
+                f" A model is named by its backbone, one of {', '.join(with_model)}: name ="
+                f' "{example}", model = "{name}".'
             )
         return hint
 

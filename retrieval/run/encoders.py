@@ -80,13 +80,14 @@ def encoder_at(plugins: Plugins, address: str) -> ItemEncoder:
     if named := backbone_at(plugins, address):
         backbone = named_backbone(plugins, *named, random_weights=False)
         return partial(_checked, address, partial(_features, Model(backbone, nn.Identity())))
-    scheme = address.partition(":")[0]
+    scheme, _, rest = address.partition(":")
     factories = {name.partition(".")[2]: f for name, f in plugins.factories("encoders").items()}
-    if scheme not in factories:
+    if scheme not in factories or not rest:
+        hint = "" if scheme in factories else did_you_mean(scheme, factories)
         raise PluginError(
             f"{address} names no model. Write PLUGIN.BACKBONE:MODEL, such as"
             " core.timm:resnet50.a1_in1k, or an address that begins with"
-            f" {', '.join(f'{name}:' for name in factories)}.{did_you_mean(scheme, factories)}"
+            f" {', '.join(f'{name}:' for name in factories)}.{hint}"
         )
     with naming(address):
         return partial(_checked, address, factories[scheme].build({"address": address}))
@@ -160,7 +161,7 @@ def named_backbone(
             f"The weights of {name} are random: {len(drawn)} of its {len(backbone.state_dict())}"
             f" tensors differ from one build to the next, such as '{drawn[0]}'. Load pretrained"
             f" weights by a parameter (`retrieval plugins show {name}` lists them), train it"
-            " (retrieval train), or allow random weights with --random-weights (in Python"
-            " random_weights=True)."
+            " (retrieval train), or export it as a baseline (retrieval export --random-weights; in"
+            " Python retrieval.load(…, random_weights=True))."
         )
     return backbone

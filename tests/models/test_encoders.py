@@ -139,6 +139,7 @@ def test_an_address_means_the_model_as_it_comes():
     ("address", "error", "words"),
     [
         ("vector:x.npz", PluginError, "Did you mean 'vectors'?"),
+        ("vectors:", PluginError, "vectors: names no model"),
         ("core.convnt", PluginError, "Did you mean 'core.convnet'"),
         ("core.pixels:?sise=3", RecipeError, "core.pixels has no such parameter"),
         ("core.pixels:?size", RecipeError, "backbone.size"),
