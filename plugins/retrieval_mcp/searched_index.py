@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from typing import Any
 
 from retrieval.client import Client
@@ -120,7 +121,9 @@ def _facts(hits: Sequence[Any]) -> list[dict[str, Any]]:
         {
             "id": hit.id,
             "label": hit.label,
-            "distance": hit.distance,
+            "distance": None if hit.distance is None or isnan(hit.distance) else hit.distance,
+            # Of a search for a text, what orders the hits; it may have no distances.
+            **({} if hit.score is None else {"score": hit.score}),
             "metadata": dict(hit.metadata),
         }
         for hit in hits

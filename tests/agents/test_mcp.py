@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import anyio
 import makers
 import pytest
+import retrieval
 from PIL import Image
 from retrieval.bundle.bundle import Bundle
 from retrieval.index.index import create_index, open_index
@@ -91,6 +93,54 @@ def check_answers(place, shop, **settings):
 
 def test_an_agent_searches_an_index_in_a_folder(shop):
     check_answers(shop / "photos.index", shop)
+
+
+@pytest.mark.parametrize("takes_text", [True, False])
+def test_an_agent_searches_by_words(takes_text, tmp_path):
+    """By vectors of a text encoder; by these and the items' words; and by words alone."""
+    photos = tmp_path / "photos"
+    makers.write_digits(photos, 100)
+    bundle = makers.make_bundle(tmp_path / "bundle")
+    if takes_text:
+        makers.add_text(bundle)
+    place = tmp_path / "photos.index"
+    create_index(place, bundle, [photos], progress=False)
+    calls = [
+        ("search", {"text": "three"}),
+        ("search", {"text": "a red MUG, three", "k": 40, "filter": "label != '7'"}),
+    ]
+
+    def check():
+        with open_index(place, threads=1) as index:
+            expected = [
+                index.search(text="three"),
+                index.search(text="a red MUG, three", k=40, filter="label != '7'"),
+            ]
+        with retrieval.serve(place, port=0, wait=False) as server:
+            answers_of = [ask(where, calls, photos=photos)[1] for where in (place, server.url)]
+        for answers in answers_of:
+            for answer, hits in zip(answers, expected, strict=True):
+                assert not answer.is_error, text_of(answer)
+                found = answer.structured_content["results"]
+                assert [hit["id"] for hit in found] == [hit.id for hit in hits] != []
+                assert [hit.get("score") for hit in found] == pytest.approx(
+                    [hit.score for hit in hits]
+                )
+                distances = [None if hit.distance != hit.distance else hit.distance for hit in hits]
+                assert [hit["distance"] for hit in found] == pytest.approx(distances, abs=1e-5)
+                json.loads(text_of(answer), parse_constant=pytest.fail)
+
+    with open_index(place) as index:
+        index.update(filter="label = '3'", label="three")
+        index.update(filter="label = '5'", metadata={"what": "red mug"})
+    if takes_text:
+        check()
+    else:
+        _, answers = ask(place, calls[:1], photos=photos)
+        assert answers[0].is_error and "takes no texts" in text_of(answers[0])
+    with open_index(place) as index:
+        index.keep_words(progress=False)
+    check()
 
 
 @pytest.fixture
