@@ -53,7 +53,8 @@ function goldenQuery() {
   const relevant = marked("like");
   const { id, vector, image, text } = last ?? {};
   const isPart = image !== undefined && !image.name; // a part of a picture has no file
-  if (!last || !relevant.length || isPart || text) return null;
+  if (!last || !relevant.length || isPart) return null;
+  if (text) return { text, relevant };
   if (id !== undefined) return { id, relevant };
   return vector ? { vector, relevant } : { query: image.name, relevant };
 }

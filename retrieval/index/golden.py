@@ -1,7 +1,7 @@
 """Golden queries: queries whose right items are known, and how well an index finds them.
 
 A file of golden queries has one JSON object a line: what to search for, as `query` (the path of an
-image), `id` (of an item) or `vector`, and the `relevant` ids, as a list or as grades by id.
+image), `id` (of an item), `vector` or `text`, and the `relevant` ids, as a list or as grades by id.
 
 The metrics are those of TREC's `trec_eval`. A query has R relevant items; ranks count from 1.
 
@@ -49,29 +49,35 @@ DEPTH = 1000
 Golden: TypeAlias = "StrPath | Sequence[Mapping[str, Any]]"
 """A file of golden queries, or its objects; paths are then relative to the working directory."""
 
-Search: TypeAlias = "Callable[[Encoded, int], Sequence[Sequence[Hit]]]"
-"""Takes encoded queries and a number of hits; returns the hits of each query."""
+Search: TypeAlias = "Callable[[Any, int], Sequence[Sequence[Hit]]]"
+"""Takes queries, encoded or texts, and a number of hits; returns the hits of each query."""
 
 _METRIC = re.compile(r"(recall|precision|ndcg)@([1-9][0-9]{0,2}|1000)|mrr|map|exact")
 _IDS_PER_READ = 1000
 _BATCH = 64  # images or searches at a time
 _LEAST_K = 10  # hits among which a relevant item is missed or not
 _ROUNDING = 1e-9  # of a mean
-_KINDS = ("query", "id", "vector")
+_KINDS = ("query", "id", "vector", "text")
+
+
+class Text(NamedTuple):
+    """A text to search for, which is no id."""
+
+    text: str
 
 
 class GoldenQuery(NamedTuple):
     """A query whose right items are known.
 
     Attributes:
-        name: the query in reports and TREC files: its path or id, or its line.
+        name: the query in reports and TREC files: its path, id or text, or its line.
         relevant: grade by id of each relevant item; grades are above 0.
-        source: path of an image, id of an item, or vector.
+        source: path of an image, id of an item, vector, or text.
     """
 
     name: str
     relevant: dict[str, float]
-    source: Path | str | Floats64
+    source: Path | str | Floats64 | Text
 
 
 @dataclass(frozen=True)
@@ -155,9 +161,25 @@ def evaluate(
     check_metrics(metrics)
     bundle = index.follow()
     queries, missing = known_queries(index, read_golden(golden), skip_missing=skip_missing)
+    texts = [query for query in queries if isinstance(query.source, Text)]
+    encodable = [query for query in queries if not isinstance(query.source, Text)]
+
+    def search_texts(texts: Sequence[str], k: int) -> Sequence[Sequence[Hit]]:
+        # No text is an item, so none finds itself.
+        answers: list[Any] = index.search(text=list(texts), k=min(k, DEPTH))
+        return answers
+
+    scores: dict[bool, list[QueryScore]] = {True: [], False: []}
     with showing(progress):
-        encoded = encode_golden(bundle, queries, queried_items(index, queries))
-        return scored(queries, encoded, index.search, metrics, missing)
+        if encodable:
+            encoded = encode_golden(bundle, encodable, queried_items(index, encodable))
+            scores[False] = scores_of(encodable, encoded, index.search, metrics)
+        if texts:
+            # The index knows whether texts are compared with vectors, with words or with both.
+            words = [query.name for query in texts]
+            scores[True] = scores_of(texts, words, search_texts, metrics)
+    in_order = [scores[isinstance(query.source, Text)].pop(0) for query in queries]
+    return report_of(in_order, metrics, missing)
 
 
 def check_metrics(names: Iterable[str]) -> None:
@@ -213,7 +235,7 @@ def _query_of(entry: Any, folder: Path, number: int) -> GoldenQuery:
     """Return a query from its object; raise a ValueError if it is invalid."""
     kind = next((kind for kind in _KINDS if isinstance(entry, Mapping) and kind in entry), None)
     if kind is None or entry.keys() != {kind, "relevant"}:
-        raise ValueError('not an object of "query", "id" or "vector", and "relevant"')
+        raise ValueError('not an object of "query", "id", "vector" or "text", and "relevant"')
     source = entry[kind]
     if kind == "vector":
         name = f"line {number}"
@@ -228,6 +250,8 @@ def _query_of(entry: Any, folder: Path, number: int) -> GoldenQuery:
             source = folder / source
             if not source.is_file():
                 raise ValueError(f"there is no file {source}")
+        elif kind == "text":
+            source = Text(source)
     relevant = entry["relevant"]
     if not isinstance(relevant, Mapping):
         if not isinstance(relevant, list) or not all(isinstance(id, str) for id in relevant):
@@ -317,7 +341,10 @@ def encode_golden(
                 if source not in items or not items[source].arrays:
                     raise DataError("this item has no vector.")
                 source = as_queries(bundle, [items[source]])
-            vectors, codes, _ = encode_queries(bundle, source)
+            if isinstance(source, Text):
+                vectors, codes, _ = encode_queries(bundle, None, source.text)
+            else:
+                vectors, codes, _ = encode_queries(bundle, source)
         except DataError as fault:
             return f"{query.name}: {fault}"
         return vectors, codes
@@ -336,14 +363,13 @@ def encode_golden(
     return Encoded(vectors, vectors, np.concatenate(codes) if codes else None, bundle.sha256)
 
 
-def scored(
+def scores_of(
     queries: Sequence[GoldenQuery],
-    encoded: Encoded,
+    encoded: Encoded | Sequence[str],
     search: Search,
     metrics: Sequence[str],
-    missing: int = 0,
-) -> GoldenReport:
-    """Return the report on a search.
+) -> list[QueryScore]:
+    """Return how well a search answers queries, which are encoded or texts.
 
     The metrics at k are those of the search for the largest k: an approximate search, and one with
     a rescorer, may find more if it is asked for more.
@@ -360,7 +386,7 @@ def scored(
             for query, near, far in zip(queries[rows], nearest, deep, strict=True):
                 scores.append(_score(query, _ids(query, near, k), _ids(query, far, DEPTH), metrics))
                 meter.update(1)
-    return _report(scores, metrics, missing)
+    return scores
 
 
 def evaluate_run(
@@ -379,7 +405,7 @@ def evaluate_run(
     for query in queries:
         ids = list(hits.get(query.name, ()))
         scores.append(_score(query, ids[:k], ids, metrics))
-    return _report(scores, metrics)
+    return report_of(scores, metrics)
 
 
 def _largest_k(metrics: Iterable[str]) -> int:
@@ -432,6 +458,9 @@ def _discounted(grades: Floats64) -> float:
     return float((grades / np.log2(np.arange(2, len(grades) + 2))).sum())
 
 
-def _report(scores: Sequence[QueryScore], metrics: Sequence[str], missing: int = 0) -> GoldenReport:
+def report_of(
+    scores: Sequence[QueryScore], metrics: Sequence[str], missing: int = 0
+) -> GoldenReport:
+    """Return the report on the scores of all queries."""
     values = {name: float(np.mean([score.values[name] for score in scores])) for name in metrics}
     return GoldenReport(values, tuple(scores), missing)

@@ -36,7 +36,8 @@ from retrieval.index.golden import (
     known_queries,
     queried_items,
     read_golden,
-    scored,
+    report_of,
+    scores_of,
 )
 from retrieval.index.queries_and_hits import Hit
 from retrieval.index.query import plain_query
@@ -335,8 +336,8 @@ def _measured(
         query = plain_query(k)
         return nearest_hits(propose, bundle, queries.query, queries.code, query, None, k)
 
-    metrics = dict.fromkeys((*DEFAULT_METRICS, *target.at_least))
-    report = scored(target.queries, encoded, search, list(metrics), target.missing)
+    metrics = list(dict.fromkeys((*DEFAULT_METRICS, *target.at_least)))
+    report = report_of(scores_of(target.queries, encoded, search, metrics), metrics, target.missing)
     try:
         report.require(target.at_least)
     except BelowTarget as below:

@@ -462,3 +462,60 @@ def test_a_store_that_cannot_search_a_generation_says_so(living, other, monkeypa
         with pytest.raises(Exception, match="searches only what it serves"):
             index.migrate(other, golden=[{"id": first, "relevant": [second]}], **QUIET)
         assert len(index) == 200
+
+
+def test_texts_are_compared_as_a_search_compares_them(tmp_path, photos, cli):
+    """By vectors, by words, or by both; among queries of other kinds, in the order of the file."""
+    old = makers.add_text(makers.make_bundle(tmp_path / "old"))
+    place = tmp_path / "i"
+    create_index(place, old, photos, **QUIET)
+    with open_index(place, threads=1) as index:
+        for digit, word in enumerate(makers.WORDS):
+            index.update(filter=f"label = '{digit}'", label=word)
+        items = {item.id: item for item in index.scan(limit=1000)}
+        own = {word: [id for id in items if items[id].label == word] for word in makers.WORDS}
+        entries = [{"text": word, "relevant": own[word]} for word in ("three", "nine")]
+        entries.insert(1, {"id": own["six"][0], "relevant": own["six"]})
+        golden = write(tmp_path / "golden", entries)
+        by_vectors = index.evaluate(golden, [*ALL, "exact"], **QUIET)
+        assert [score.query for score in by_vectors.queries] == ["three", own["six"][0], "nine"]
+        for entry, score in zip(entries, by_vectors.queries, strict=True):
+            if "text" in entry:
+                hits = index.search(text=entry["text"], k=1000, words=0)
+                assert score.hits == [hit.id for hit in hits]
+        index.keep_words(progress=False)
+        by_both = index.evaluate(golden, **QUIET)
+        assert by_both.queries[0].hits != by_vectors.queries[0].hits
+        assert by_both.queries[0].values["exact"] == 1
+    words = ("index", "evaluate", place, golden, "--metric", "exact", "--output", tmp_path / "out")
+    assert cli(*words, "--at-least", "exact=.6").code == 0
+    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [row["query"] for row in rows] == ["three", own["six"][0], "nine"]
+    # A migration measures the new vectors alone; without a text encoder it is refused at once.
+    write(golden, [entry for entry in entries if "text" in entry])
+    new = makers.add_text(makers.make_bundle(tmp_path / "new", seed=1))
+    bare = makers.make_bundle(tmp_path / "bare", seed=2)
+    refused = cli("index", "migrate", place, bare, "--golden", golden)
+    assert refused.code == 2 and "three: " in refused.err and "text encoder" in refused.err
+    done = cli("index", "migrate", place, new, "--golden", golden, "--json")
+    assert done.code == 0
+    with open_index(place, threads=1) as index:
+        hits = [[hit.id for hit in index.search(text=w, k=10, words=0)] for w in ("three", "nine")]
+    shares = [
+        np.isin(found, own[word]).mean()
+        for word, found in zip(("three", "nine"), hits, strict=True)
+    ]
+    assert json.loads(done.out)["golden"]["precision@10"] == pytest.approx(np.mean(shares))
+    assert min(shares) > 0
+
+
+def test_texts_of_an_index_without_a_text_encoder(line, cli, tmp_path):
+    line.update(["03", "04"], label="red mug")
+    golden = [{"text": "a MUG", "relevant": ["03", "04"]}]
+    with pytest.raises(DataError, match="takes no texts"):
+        line.evaluate(golden, **QUIET)
+    line.keep_words(progress=False)
+    assert line.evaluate(golden, ["exact", "map"], **QUIET).values == {"exact": 1, "map": 1}
+    for text in ("", 5, ["red"]):
+        with pytest.raises(DataError, match='"text" is not text'):
+            line.evaluate([{"text": text, "relevant": ["03"]}], **QUIET)

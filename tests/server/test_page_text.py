@@ -1,5 +1,8 @@
 """The search page in a real headless Chromium, for an index that takes texts."""
 
+import json
+from pathlib import Path
+
 import pytest
 import retrieval
 from browsing import answered, first_is, fits, keys_of, results, search, shows
@@ -53,7 +56,10 @@ def test_a_text_is_a_query_like_an_image(page, served, words_index, photos):
     body = {"text": "three", "k": 5, "filter": "label = 'eight'", "like": [like]}
     del body["filter"]
     first_is(page, results(server, json=body)[0]["id"])
-    assert page.locator("#golden").is_hidden()
+    with page.expect_download() as download:
+        page.click("#golden")
+    saved = json.loads(Path(download.value.path()).read_text())
+    assert saved == {"text": "three", "relevant": [like]}
     # An image takes the place of the text.
     search(page, photos / "3" / "0003.png")
     first_is(page, "3/0003.png")
