@@ -276,7 +276,9 @@ def _of_table(
 
     def values(column: Any) -> list[Any]:
         """Return a column's values; a Hugging Face `ClassLabel` column gives class names."""
-        entries = [None if is_missing_label(entry) else entry for entry in _listed(table[column])]
+        # pandas reads a list from Parquet as an array
+        cells = [c.tolist() if isinstance(c, np.ndarray) else c for c in _listed(table[column])]
+        entries = [None if is_missing_label(cell) else cell for cell in cells]
         names: list[str] = getattr(features.get(column), "names", None) or []
         if not names:
             return entries

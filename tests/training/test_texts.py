@@ -86,13 +86,34 @@ def test_texts_come_from_csv_from_parquet_and_from_hugging_face(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     columns = {"label": ["a", "b"], "text": wanted}
     vectors = arrow.array([[1.0, 2.0], [3.0, 4.0]], arrow.list_(arrow.float32()))
-    lines = {"key": ["a", "b"], "label": ["a", "b"], "text": ["red mug\nmug", 'two"dogs']}
-    table = arrow.table({"features": vectors, **lines})
-    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "photos.parquet")
-    data.append(create("dataset", "core.parquet", path=str(tmp_path / "photos.parquet")))
-    datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    words = arrow.array(wanted, arrow.list_(arrow.string()))
+    for number, text in enumerate(
+        (
+            ["red mug\nmug", 'two"dogs'],
+            words,
+            words.cast(arrow.large_list(arrow.large_string())),
+            words.cast(arrow.list_(arrow.dictionary(arrow.int32(), arrow.string()))),
+        )
+    ):
+        file = tmp_path / f"{number}.parquet"
+        lines = {"key": ["a", "b"], "label": ["a", "b"], "text": text}
+        parquet.write_table(arrow.table({"features": vectors, **lines}), file)
+        data.append(create("dataset", "core.parquet", path=str(file)))
+    paths = tmp_path / "paths.parquet"
     images = [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    parquet.write_table(arrow.table({"path": images, **columns}), paths)
+    pandas = pytest.importorskip("pandas")
+    data.append(retrieval.as_dataset(pandas.read_parquet(paths)))
+    datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
     data.append(retrieval.as_dataset(datasets.Dataset.from_dict({"image": images, **columns})))
+    loaded = datasets.Dataset.from_parquet(str(paths), cache_dir=str(tmp_path / "cache"))
+    data.append(retrieval.as_dataset(loaded))
+    datasets.DatasetDict({"train": loaded.cast_column("path", datasets.Image())}).save_to_disk(
+        tmp_path / "saved"
+    )
+    options = {"source": str(tmp_path / "saved"), "image": "path", "test": None}
+    data.append(create("dataset", "core.huggingface", **options))
     for dataset in data:
         assert ItemTexts(dataset, Text(name="x")).of([0, 1]) == wanted
 
