@@ -31,7 +31,7 @@ from retrieval.base.timing import TRAIL, Trail, stage
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.images.decoding import Limits
-from retrieval.index.adding import arrays_of, row_of
+from retrieval.index.adding import arrays_of, rows_of
 from retrieval.index.change_log import Audit, Change
 from retrieval.index.index import Index
 from retrieval.index.sources import digest_of
@@ -490,8 +490,7 @@ def _rows(
         with np.errstate(over="ignore"):
             return [{VECTOR: row} for row in inputs.astype(np.float32)]
     with stage("encode", len(inputs)):
-        arrays = arrays_of(bundle, inputs, _BATCH, FEATURES in widths)
-    return [row_of(arrays, row) for row in range(len(inputs))]
+        return rows_of(arrays_of(bundle, inputs, _BATCH, FEATURES in widths))
 
 
 def _vectors(items: Sequence[NewItem], width: int, what: str) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from retrieval.index.index import Index
 
 _ITEMS_PER_READ = 1000
+_ROWS_PER_READ = 512
 _REQUESTS = 16  # photos to fetch at once from a storage, which takes about 30 ms for each
 # Encoded items are written when there are this many, when their originals have this many bytes, or
 # when this many seconds have passed. So a killed process loses little work.
@@ -173,10 +174,14 @@ def add_sources(
             if vectors:
                 results = vectors.embedded(new)
             else:
-                contents = originals(new, collected.features, options.keep)
                 keep_features = FEATURES in index.generation.widths
-                results = embed(
-                    bundle, contents, options, keep_features=keep_features, strict=writer.strict
+                results = embed_collected(
+                    bundle,
+                    new,
+                    collected.features,
+                    options,
+                    keep_features=keep_features,
+                    strict=writer.strict,
                 )
             writer.take(results, bundle, len(new))
             break
@@ -223,9 +228,10 @@ def add_images(
 ) -> Added:
     """Embed images from memory, or rows of features, and add them; see `Index.add`."""
     began = time.monotonic()
-    vectors = index.bundle.manifest.input.kind == "features"
-    if vectors:
-        contents = list(np.atleast_2d(images))
+    features: Array | None = None
+    contents: Any
+    if index.bundle.manifest.input.kind == "features":
+        features = contents = np.atleast_2d(images)
     else:
         contents = as_list(images)
     count = len(contents)
@@ -243,21 +249,24 @@ def add_images(
             )
     # An image in memory has no file to which the item could refer.
     keep: Keep = "nothing" if options.keep == "reference" else options.keep
-    items = [
-        Item(str(id), label_text(label), dict(facts), keep=keep)
-        for id, label, facts in zip(ids, labels, metadata, strict=True)
+    sources = [
+        Source(str(id), label_text(label), Path(f"images[{row}]"), dict(facts), row)
+        for row, (id, label, facts) in enumerate(zip(ids, labels, metadata, strict=True))
     ]
-    refuse_twice(item.id for item in items)
-    names = [f"images[{number}]" for number in range(count)]
-    originals = (
-        (item, name, _original(name, content))
-        for item, name, content in zip(items, names, contents, strict=True)
-    )
+    refuse_twice(source.id for source in sources)
     options = replace(options, keep=keep)
     keep_features = FEATURES in index.generation.widths
     bundle = index.bundle
     writer = _Writer(index)
-    writer.take(embed(bundle, originals, options, keep_features=keep_features), bundle, count)
+    if features is not None:
+        results = embed_rows(bundle, sources, features, options, keep_features=keep_features)
+    else:
+        originals = (
+            (source.item(keep), source.name, _original(source.name, content))
+            for source, content in zip(sources, contents, strict=True)
+        )
+        results = embed(bundle, originals, options, keep_features=keep_features)
+    writer.take(results, bundle, count)
     if writer.faults and not options.skip_bad:
         raise _unusable(writer.faults, count, _OTHERS_ADDED)
     return Added(
@@ -269,11 +278,9 @@ def add_images(
 
 
 def _original(name: str, content: Any) -> Original:
-    """Convert an image or a row of features in memory to what `embed` takes."""
+    """Convert an image in memory to what `embed` takes."""
     if isinstance(content, str | os.PathLike):
         return Path(content)
-    if isinstance(content, np.ndarray) and content.ndim == 1:
-        return content.astype(np.float32)
     try:
         if isinstance(content, np.ndarray):
             picture = from_pixels(content)
@@ -355,7 +362,7 @@ def _changes(
 def _stamp(source: Source, previous: Item, features: Floats32 | None, limits: Limits) -> str:
     """Return the stamp of an item's content, or "unreadable"; `previous` is the item as stored."""
     if features is not None:
-        return digest_of(features[source.row].tobytes())
+        return digest_of(features[source.row].data)
     if source.recorded is not None:
         if previous.stamp and _digest(previous.stamp) == _digest(source.recorded):
             return previous.stamp  # it may have a later state of the file
@@ -458,6 +465,63 @@ _Decoded = tuple[Item, str | None, Any]
 """An item, why it cannot be used (or None), and the encoder's input."""
 
 
+def embed_collected(
+    bundle: Bundle,
+    sources: Sequence[Source],
+    features: Floats32 | None,
+    options: Options,
+    *,
+    keep_features: bool = False,
+    strict: bool = False,
+) -> Iterator[list[Result]]:
+    """Embed images by `embed`, or rows of features (N, F) by `embed_rows`."""
+    if features is not None:
+        return embed_rows(
+            bundle, sources, features, options, keep_features=keep_features, strict=strict
+        )
+    items = originals(sources, options.keep)
+    return embed(bundle, items, options, keep_features=keep_features, strict=strict)
+
+
+def embed_rows(
+    bundle: Bundle,
+    sources: Sequence[Source],
+    features: Floats32,
+    options: Options,
+    *,
+    keep_features: bool = False,
+    strict: bool = False,
+) -> Iterator[list[Result]]:
+    """Encode the rows of features (N, F) that sources name; yield items as `embed` does."""
+    failed = False
+    for start in range(0, len(sources), _ROWS_PER_READ):
+        block = sources[start : start + _ROWS_PER_READ]
+        # A number beyond float32 becomes infinite.
+        with np.errstate(over="ignore"):
+            rows = np.asarray(features[np.array([source.row for source in block])], np.float32)
+        finite: list[bool] = np.isfinite(rows.reshape(len(rows), -1)).all(axis=1).tolist()
+        failed = failed or (strict and not all(finite))
+        arrays: dict[str, Floats32] = {}
+        if any(finite) and not failed:
+            arrays = arrays_of(bundle, rows[finite], options.batch_size, keep_features)
+        arrays_of_rows = chain(rows_of(arrays), repeat({}))
+        results: list[Result] = []
+        for source, row, is_finite in zip(block, rows, finite, strict=True):
+            fault = None
+            row_arrays: dict[str, Floats32] = {}
+            if is_finite:
+                row_arrays = next(arrays_of_rows)
+            else:
+                fault = (
+                    f"{source.name}: the vector of {source.id} holds NaN, infinity or a number"
+                    " beyond float32."
+                )
+            stamp = digest_of(row.data)
+            details = (source.id, source.label, source.metadata, None, stamp, options.keep)
+            results.append((Item(*details, arrays=row_arrays), fault))
+        yield results
+
+
 def embed(
     bundle: Bundle,
     items: Iterable[tuple[Item, str, Original]],
@@ -466,7 +530,7 @@ def embed(
     keep_features: bool = False,
     strict: bool = False,
 ) -> Iterator[list[Result]]:
-    """Decode and encode items; yield them in order, in batches.
+    """Decode and encode images; yield their items in order, in batches.
 
     The items have their arrays, and the size in bytes and pixels of their originals. Threads decode
     about two batches ahead of the encoder.
@@ -491,17 +555,14 @@ def embed(
             return item, str(fault), None
         return item, None, inputs
 
-    if bundle.manifest.input.kind == "features":
-        entries: Iterator[_Decoded] = map(decoded, items)
-    else:
-        # The first item stands for all: a storage is waited for, a file is decoded by a core.
-        items = iter(items)
-        first = list(islice(items, 1))
-        workers = cores()
-        if any(isinstance(original, Path) and address_of(original) for *_, original in first):
-            workers = max(workers, _REQUESTS)
-        every = chain(first, items)
-        entries = ahead(decoded, every, workers=workers, most=2 * options.batch_size)
+    # The first item stands for all: a storage is waited for, a file is decoded by a core.
+    items = iter(items)
+    first = list(islice(items, 1))
+    workers = cores()
+    if any(isinstance(original, Path) and address_of(original) for *_, original in first):
+        workers = max(workers, _REQUESTS)
+    every = chain(first, items)
+    entries = ahead(decoded, every, workers=workers, most=2 * options.batch_size)
     failed = False
     while batch := list(islice(entries, options.batch_size)):
         inputs = [inputs for _, fault, inputs in batch if fault is None]
@@ -510,11 +571,10 @@ def embed(
         if inputs and not failed:
             arrays = arrays_of(bundle, np.stack(inputs), options.batch_size, keep_features)
         results: list[Result] = []
-        row = 0  # of `arrays`, which lack the items with faults
+        arrays_of_rows = chain(rows_of(arrays), repeat({}))
         for item, fault, _ in batch:
             if fault is None:
-                item = item.with_arrays(row_of(arrays, row))
-                row += 1
+                item = replace(item, arrays=next(arrays_of_rows))
             results.append((item, fault))
         yield results
         del batch, inputs, results  # the next batch is read without this one in memory
@@ -526,10 +586,6 @@ def _decode_item(
     """Decode an original; return the item with the original's sizes, and the encoder's input."""
     if isinstance(original, DataError):
         raise original
-    if isinstance(original, np.ndarray):
-        if item.stamp is None:  # an item from memory
-            item = replace(item, stamp=digest_of(original.tobytes()))
-        return item, original
     if isinstance(original, bytes):
         content = original
     else:
@@ -583,6 +639,9 @@ def by_name(encoded: Encoded, features: Floats32 | None = None) -> dict[str, Flo
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def row_of(arrays: Mapping[str, Floats32], row: int) -> dict[str, Floats32]:
-    """Return the row `row` of each array."""
-    return {name: values[row] for name, values in arrays.items()}
+def rows_of(arrays: Mapping[str, Floats32]) -> list[dict[str, Floats32]]:
+    """Return the rows of arrays (n, width), each with its array by name."""
+    names = list(arrays)
+    return [
+        dict(zip(names, row, strict=True)) for row in zip(*map(list, arrays.values()), strict=True)
+    ]

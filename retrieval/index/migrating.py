@@ -23,7 +23,7 @@ from retrieval.base.progress import Meter, Progress, showing
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.bundle.manifest import SplitEntry, write_manifest
 from retrieval.errors import BelowTarget, BundleError, DataError, StoreError, listed
-from retrieval.index.adding import Options, by_name, embed, row_of
+from retrieval.index.adding import Options, by_name, embed, rows_of
 from retrieval.index.answering import nearest_hits
 from retrieval.index.calibration import calibrate_again
 from retrieval.index.golden import (
@@ -366,8 +366,7 @@ def _by_head(
     arrays = _apply_head(bundle, features)
     if keep_features:
         arrays[FEATURES] = features
-    embedded = [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)]
-    return embedded, faults
+    return _with_arrays(usable, arrays), faults
 
 
 def base_array(bundle: Bundle, served: Bundle) -> str | None:
@@ -421,7 +420,13 @@ def _by_arrays(
         return [], faults
     stored = {name: np.stack([item.arrays[name] for item in usable]) for name in derivation.names}
     arrays = derivation.compute(stored)
-    return [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)], faults
+    return _with_arrays(usable, arrays), faults
+
+
+def _with_arrays(items: Sequence[Item], arrays: Mapping[str, Floats]) -> list[Item]:
+    """Return items with other arrays, of which `arrays` (n, width) have a row for each."""
+    rows = zip(items, rows_of(arrays), strict=True)
+    return [replace(item, arrays=row) for item, row in rows]
 
 
 def _no_features(items: Iterable[Item]) -> dict[str, str]:

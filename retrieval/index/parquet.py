@@ -21,7 +21,7 @@ _GROUP_BYTES = 1 << 30  # most bytes of a column in one row group; pyarrow may r
 _GROUP_VALUES = 1 << 28  # most values of a column in one row group
 _ROWS = 1_000_000  # rows that any file may have; a larger file may have more
 _ROWS_PER_BYTE = 4
-_ROWS_AT_A_TIME = 512
+_ROWS_AT_A_TIME = 4096
 _VECTORS = ("features", "vector")
 
 

@@ -11,8 +11,7 @@ import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import islice
+from itertools import repeat
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeAlias
@@ -45,7 +44,6 @@ _ARRAY_BYTES = 1 << 30
 _MAX_COMPRESSION = 16
 """An array of more than 1 GiB may be at most this many times as large as its `.npz` file."""
 _MAX_PROBLEMS = 100
-_ROWS_AT_A_TIME = 512
 
 
 def paths_of(paths: StrPath | Iterable[StrPath]) -> list[StrPath]:
@@ -80,19 +78,19 @@ def state_of(path: Path) -> str:
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
-def digest_of(content: bytes) -> str:
+def digest_of(content: bytes | memoryview) -> str:
     """Return the SHA-256 of an original, with which its item's stamp begins."""
     return hashlib.sha256(content).hexdigest()
 
 
-Original: TypeAlias = "Path | bytes | Floats | DataError"
-"""What an item is embedded from: its file's path, its bytes, or finite features (F,).
+Original: TypeAlias = "Path | bytes | DataError"
+"""What an image is embedded from: its file's path, or its bytes.
 
 A `DataError` says why the content is missing.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # with `frozen`, an object takes seven times as long
 class Source:
     """One item to encode: an image, or a row of the collected features.
 
@@ -309,39 +307,53 @@ def _table_items(table: Table, first: int = 0) -> Iterator[tuple[list[Source], F
         DataError: some rows cannot be used. The message lists the first ten.
     """
     problems: list[str] = []
+    name = path_text(table.path.name)
+    stem = name.partition(".")[0] or name
     for number, columns, features in table.blocks():
-        items: list[Source] = []
-        metadata = _metadata_of(table, columns, len(features))
-        nothing = [None] * len(features)
-        plain = _is_plain(columns)
-        contents = columns.get(table.content, nothing)
-        keys = columns.get(table.key or "", nothing)
+        count = len(features)
+        nothing = [None] * count
+        metadata = _metadata_of(table, columns, count)
+        paths = columns.get(table.content, nothing)
+        keys = columns.get(table.key or "", paths)
         labels = columns.get(table.label or "", nothing)
-        cells = zip(contents, keys, labels, metadata, strict=True)
-        for row, (path, key, label, facts) in enumerate(cells):
-            item = _table_item(table, number + row, path, key, label, facts, first)
-            if isinstance(item, Source) and not plain:
-                item = text_problem(item.id, item.label, facts) or item
-            if isinstance(item, Source):
-                items.append(item)
-            else:
-                problems.append(f"row {number + row}: {item}.")
-        # A table of millions of rows may have as many problems, of which few are listed.
-        if len(problems) >= _MAX_PROBLEMS:
-            break
-        yield items, features
+        rows: Iterable[int | None] = nothing
+        files: Iterable[Path] = repeat(table.path, count)
+        if table.has_vectors:
+            rows = range(first + number, first + number + count)
+            if not table.key:
+                keys = [f"{stem}/{number + row}" for row in range(count)]
+        if not _is_plain(table, columns):
+            cells = zip(paths, keys, labels, metadata, strict=True)
+            faults = [_row_problem(table, *row) for row in cells]
+            problems += [
+                f"row {number + row}: {fault}." for row, fault in enumerate(faults) if fault
+            ]
+            # A table of millions of rows may have as many problems, of which few are listed.
+            if len(problems) >= _MAX_PROBLEMS:
+                break
+            if problems:
+                continue
+        if not table.has_vectors:
+            files = [whole_path(path_in(table.path.parent, path)) for path in paths]
+        ids = map(str, keys)
+        has_id = repeat(table.key is not None and not table.has_vectors)
+        texts = label_texts(labels)
+        yield list(map(Source, ids, texts, files, metadata, rows, nothing, has_id)), features
     if problems:
         raise DataError(listed(table.name, problems[:_MAX_PROBLEMS]))
 
 
-def _is_plain(columns: Mapping[str, list[Any]]) -> bool:
-    """Return whether `text_problem` certainly finds nothing in a block of rows.
+def _is_plain(table: Table, columns: Mapping[str, list[Any]]) -> bool:
+    """Return whether `_row_problem` certainly finds nothing in a block of rows.
 
     That is so if the text of all rows, joined, would be valid as one row's.
     """
     texts = list(columns)
-    for column in columns.values():
+    for name, column in columns.items():
         kinds = set(map(type, column))
+        if name not in (table.content, table.key) and NoneType in kinds:
+            kinds.remove(NoneType)
+            column = [cell for cell in column if cell is not None]
         if kinds == {str}:
             if min(map(len, column)) == 0 or max(map(len, column)) > ID_CHARACTERS:
                 return False
@@ -349,7 +361,7 @@ def _is_plain(columns: Mapping[str, list[Any]]) -> bool:
         elif kinds == {int}:
             if is_long(min(column)) or is_long(max(column)):
                 return False
-        elif kinds != {float}:
+        elif kinds not in ({float}, set()) or name == table.key:
             return False
     whole = "".join(texts)
     # JSON writes a character as at most six, and a number as fewer than 30.
@@ -366,41 +378,27 @@ def _metadata_of(
     values = []
     for name in table.metadata:
         column = columns[name]
-        if not set(map(type, column)) <= {str, int, bool, NoneType}:
+        kinds = set(map(type, column))
+        if kinds == {float} and all(map(math.isfinite, column)):
+            kinds = set()
+        if not kinds <= {str, int, bool, NoneType}:
             column = [_json_value(cell) for cell in column]
         values.append(column)
     return [dict(zip(table.metadata, row, strict=True)) for row in zip(*values, strict=True)]
 
 
-def _table_item(
-    table: Table,
-    number: int,
-    path: Any,
-    key: Any,
-    label: Any,
-    metadata: dict[str, Any],
-    first: int,
-) -> Source | str:
-    """Return a row as an item, or its problem: the words that follow "row 3: "."""
-    is_image = not table.has_vectors
-    if is_image and (not isinstance(path, str) or not path or "\0" in path):
+def _row_problem(
+    table: Table, path: Any, key: Any, label: Any, metadata: dict[str, Any]
+) -> str | None:
+    """Return why a row is no item, or None: the words that follow "row 3: "."""
+    if not table.has_vectors and (not isinstance(path, str) or not path or "\0" in path):
         return "'path' is empty or is not a path"
-    id = path
-    if table.key:
-        id = key
-    elif not is_image:
-        name = path_text(table.path.name)
-        id = f"{name.partition('.')[0] or name}/{number}"
     # A boolean is an integer in Python.
-    if isinstance(id, bool) or not isinstance(id, str | int):
-        return f"'{table.key}' is {'empty' if id is None else 'neither text nor a whole number'}"
+    if isinstance(key, bool) or not isinstance(key, str | int):
+        return f"'{table.key}' is {'empty' if key is None else 'neither text nor a whole number'}"
     if not isinstance(label, str | int | float | None):
         return "'label' is neither text nor a number"
-    label = label_text(label)
-    if is_image:
-        file = whole_path(path_in(table.path.parent, path))
-        return Source(str(id), label, file, metadata, has_id=table.key is not None)
-    return Source(str(id), label, table.path, metadata, first + number)
+    return text_problem(str(key), label_text(label), metadata)
 
 
 def text_problem(id: str, label: str | None, metadata: dict[str, Any]) -> str | None:
@@ -428,6 +426,12 @@ def label_text(label: str | int | float | None) -> str | None:
     if label in (None, "", -1) or (isinstance(label, float) and math.isnan(label)):
         return None
     return sys.intern(str(label))  # items share equal labels in memory
+
+
+def label_texts(labels: Sequence[Any]) -> list[str | None]:
+    """Return labels of one type, or None, as `label_text` does; equal ones take no time."""
+    texts = {label: label_text(label) for label in set(labels)}
+    return [texts[label] for label in labels]
 
 
 def _json_value(value: Any) -> Any:
@@ -475,7 +479,7 @@ def _features(places: list[Path]) -> Sources:
                 width = numbers
                 count += len(features)
                 items += sources
-                file.write(np.ascontiguousarray(features, "<f4").tobytes())
+                file.write(np.ascontiguousarray(features, "<f4").data)
         _listed(places[0], items)
         file.flush()
         array = np.memmap(file, "<f4", "r", shape=(count, width))
@@ -547,18 +551,18 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats32]:
                 f"{path}: '{key}' must be {count} strings or whole numbers, not {values.dtype}"
                 f" {values.shape}."
             )
-    keys = columns.get("keys", [f"{path.stem}/{row}" for row in range(count)])
+    if "keys" in columns:
+        keys = list(map(str, columns["keys"].tolist()))
+    else:
+        keys = [f"{path.stem}/{row}" for row in range(count)]
     labels = columns.get("labels", np.full(count, "")).tolist()
+    missing = {label for label in set(labels) if is_missing_text(str(label))}
+    texts = label_texts([None if label in missing else label for label in labels])
+    rows = range(first, first + count)
     items = [
-        Source(
-            str(key),
-            None if is_missing_text(str(label)) else label_text(label),
-            path,
-            row=first + row,
-        )
-        for row, (key, label) in enumerate(zip(keys, labels, strict=True))
+        Source(id, label, path, {}, row) for id, label, row in zip(keys, texts, rows, strict=True)
     ]
-    # A number beyond float32 becomes infinite, and `_rows` refuses its item alone.
+    # A number beyond float32 becomes infinite, and `embed_rows` refuses its item alone.
     with np.errstate(over="ignore"):
         return items, features.astype(np.float32, copy=False)
 
@@ -576,38 +580,11 @@ def _refuse_huge(path: Path, archive: zipfile.ZipFile, names: Collection[str]) -
 
 
 def originals(
-    sources: Iterable[Source], features: Floats32 | None, keep: Keep = "reference"
+    sources: Iterable[Source], keep: Keep = "reference"
 ) -> Iterator[tuple[Item, str, Original]]:
-    """Yield items with their names and originals, for `retrieval.index.adding.embed`.
-
-    `features` (N, F) are indexed by `Source.row`; `None` for images.
-    """
-    if features is not None:
-        yield from _rows(sources, features, keep)
-        return
+    """Yield images with their names and originals, for `retrieval.index.adding.embed`."""
     for source in sources:
         assert source.path is not None  # only items of a folder of embeddings lack a path
         # Take the state of a file before its content is read, so that a change meanwhile is
         # noticed.
         yield source.item(keep), source.name, source.path
-
-
-def _rows(
-    sources: Iterable[Source], features: Floats32, keep: Keep
-) -> Iterator[tuple[Item, str, Original]]:
-    """Yield items of features (N, F); a block of rows is read and checked at a time."""
-    waiting = iter(sources)
-    name = lru_cache(1)(lambda path: path_text(str(path)))  # most neighbours share a file
-    while block := list(islice(waiting, _ROWS_AT_A_TIME)):
-        rows = np.asarray(features[np.array([source.row for source in block])])
-        finite: list[bool] = np.isfinite(rows).all(axis=1).tolist()
-        for source, row, is_finite in zip(block, rows, finite, strict=True):
-            original: Original = row
-            if not is_finite:
-                original = DataError(
-                    f"{source.name}: the vector of {source.id} holds NaN, infinity or a number"
-                    " beyond float32."
-                )
-            stamp = digest_of(row.tobytes())
-            item = Item(source.id, source.label, source.metadata, stamp=stamp, keep=keep)
-            yield item, name(source.path), original

@@ -28,10 +28,10 @@ from retrieval.bundle.identity import identity_metadata
 from retrieval.errors import DataError, at_least_one, printable_json, valid_text
 from retrieval.host.processes import cluster_at, refuse_node
 from retrieval.images.decoding import Limits
-from retrieval.index.adding import Options, Result, embed, refuse_twice
+from retrieval.index.adding import Options, Result, embed_collected, refuse_twice
 from retrieval.index.parquet import pyarrow
 from retrieval.index.read_embeddings import BAD, SIZES, EmbeddingPlan, part_file, schema_of
-from retrieval.index.sources import PLAN, Source, Sources, collect, digest_of, originals, paths_of
+from retrieval.index.sources import PLAN, Source, Sources, collect, digest_of, paths_of
 from retrieval.store.filters import metadata_text
 from retrieval.store.items import FEATURES, Item, widths_of
 
@@ -205,7 +205,7 @@ def _hash_of(sources: Sources) -> str:
     for item in sources.items:
         content = item.item().stamp
         if sources.features is not None:
-            content = digest_of(sources.features[item.row].tobytes())
+            content = digest_of(sources.features[item.row].data)
         state = [item.id, item.label, dict(item.metadata), item.name, content]
         total.update(json.dumps(state, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
     return total.hexdigest()
@@ -257,9 +257,10 @@ class _PartEmbedder:
         return part.number, bad
 
     def _embedded(self, items: Sequence[Source], features: Floats32 | None) -> list[Result]:
-        contents = originals(items, features)
         keep_features = FEATURES in self.plan.widths
-        batches = embed(self.bundle, contents, self._options, keep_features=keep_features)
+        batches = embed_collected(
+            self.bundle, items, features, self._options, keep_features=keep_features
+        )
         try:
             return [result for batch in batches for result in batch]
         except DataError as fault:  # NaN for some item: find it by embedding each item alone

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import DataError, did_you_mean, listed, printable
-from retrieval.store.filters import Filter, fields, metadata_text
+from retrieval.store.filters import Filter, fields, flat_texts, metadata_text
 from retrieval.store.filters.tree import has_surrogate
 
 Floats = NDArray[np.float32]
@@ -109,22 +109,6 @@ class Item:
                 " index.get(ids, arrays=True)."
             )
         return self.arrays[VECTOR]
-
-    def with_arrays(self, arrays: Mapping[str, Floats]) -> Item:
-        """Return the item with other arrays; `dataclasses.replace` takes three times as long."""
-        return Item(
-            self.id,
-            self.label,
-            self.metadata,
-            self.path,
-            self.stamp,
-            self.keep,
-            self.original,
-            self.bytes,
-            self.width,
-            self.height,
-            arrays,
-        )
 
     def changed(self, changes: Mapping[str, Any]) -> Item:
         """Return the item with another label, and with a merge patch applied to its metadata."""
@@ -251,10 +235,13 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
     Raises:
         DataError: some items are invalid; the message names each of them.
     """
+    faulty = {name: width for name, width in widths.items() if not _are_valid(items, name, width)}
+    plain_texts = None if faulty else _plain_texts(items)
+    if plain_texts is not None:
+        return plain_texts
     problems = []
     texts = []
     seen = set()
-    faulty = {name: width for name, width in widths.items() if not _are_valid(items, name, width)}
     for number, item in enumerate(items):
         text, faults = _problems(item, faulty)
         texts.append(text)
@@ -312,6 +299,33 @@ def _are_valid(items: Sequence[Item], name: str, width: int) -> bool:
         except (KeyError, ValueError, TypeError, AttributeError):
             return False
     return True
+
+
+def _plain_texts(items: Sequence[Item]) -> list[str] | None:
+    """Return the metadata of items as JSON text, or None unless `_problems` certainly finds none.
+
+    That is so for items without originals whose text, joined, would be valid as one item's.
+    """
+    ids = [item.id for item in items]
+    labels = [item.label for item in items if item.label is not None]
+    stamps = [item.stamp for item in items if item.stamp is not None]
+    whole = [*ids, *labels, *stamps]
+    sizes = [
+        (item.original, item.path, item.bytes, item.width, item.height, item.keep in _KEEPS)
+        for item in items
+    ]
+    if set(map(type, whole)) != {str} or set(sizes) != {(None, None, None, None, None, True)}:
+        return None
+    if len(set(ids)) < len(ids) or not min(map(len, ids)) or max(map(len, ids)) > ID_CHARACTERS:
+        return None
+    texts = flat_texts([item.metadata for item in items])
+    if texts is None or _text_fault("".join(whole)):
+        return None
+    # A character has at most four bytes.
+    longest = max(map(len, texts)) + max(map(len, labels), default=0)
+    if 4 * longest > TEXT_BYTES:
+        return None
+    return texts
 
 
 def _is_finite(array: Any) -> bool:

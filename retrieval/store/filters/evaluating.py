@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping
-from json.encoder import encode_basestring
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,11 @@ _JOIN: dict[Joint, Callable[[list[bool]], bool]] = {
     "or": any,
     "not": lambda parts: not parts[0],
 }
+_FLAT = {str, int, float, bool, NoneType}
+# Between two items of the list that `flat_texts` encodes, and after the last.
+_BETWEEN = ', "\\u0000", '
+_END = ', "\\u0000"]'
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 ABSENT = object()
 
 
@@ -200,28 +206,33 @@ def metadata_text(metadata: Mapping[str, Any]) -> str:
         raise DataError(
             f"Metadata must be an object with named entries, not a {type(metadata).__name__}."
         )
-    text = _flat_text(metadata)
-    if text is not None and "\\u0000" not in text and not has_surrogate(text):
-        return text
+    texts = flat_texts([metadata])
+    if texts is not None:
+        return texts[0]
     return json.dumps(_checked_json(metadata, "metadata", 1), ensure_ascii=False)
 
 
-def _flat_text(metadata: Mapping[str, Any]) -> str | None:
-    """Return metadata of only strings and numbers as JSON text; `None` for any other metadata."""
-    # Without this, the text of two fields takes three times as long.
-    parts = []
-    for name, entry in metadata.items():
-        kind = type(entry)
-        if type(name) is not str:
+def flat_texts(metadata: Sequence[Mapping[str, Any]]) -> list[str] | None:
+    """Return the metadata of items, each as `metadata_text` does; `None` unless all are flat.
+
+    Flat metadata are dictionaries of plain strings, numbers, truth values and nulls.
+    """
+    # One call of the encoder for all takes a third of the time of a call for each.
+    try:
+        names = set(chain.from_iterable(metadata))
+        values = list(chain.from_iterable(item.values() for item in metadata))
+        kinds = set(map(type, values))
+        if not set(map(type, names)) <= {str} or not kinds <= _FLAT:
             return None
-        if kind is str:
-            text = encode_basestring(entry)
-        elif (kind is int and abs(entry) < 1 << 63) or (kind is float and math.isfinite(entry)):
-            text = repr(entry)
-        else:
+        if int in kinds and any(is_long(value) for value in values if type(value) is int):
             return None
-        parts.append(f"{encode_basestring(name)}: {text}")
-    return f"{{{', '.join(parts)}}}"
+        text = _encode([part for item in metadata for part in (item, "\0")])
+    except (AttributeError, TypeError, ValueError):
+        return None
+    # No string holds NUL, so the encoded ones between the items are the only ones.
+    if text.count("\\u0000") > len(metadata) or has_surrogate(text):
+        return None
+    return text[1 : -len(_END)].split(_BETWEEN)
 
 
 def _checked_json(value: Any, where: str, depth: int) -> Any:
