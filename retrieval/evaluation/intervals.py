@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 LEVEL = 0.05
 """A difference is decided if its corrected p value is below this level."""
@@ -49,5 +49,5 @@ def difference_over_classes(
         return Mean(float(mean), np.inf)
     squares = np.square(apart - mean * sizes).sum()
     error = np.sqrt(squares * classes / (classes - 1)) / sizes.sum()
-    half = stats.t.ppf(1 - LEVEL / 2, classes - 1) * error
+    half = float(stdtrit(classes - 1, 1 - LEVEL / 2)) * error
     return Mean(float(mean), float(half))

@@ -499,7 +499,7 @@ def embed_rows(
         # A number beyond float32 becomes infinite.
         with np.errstate(over="ignore"):
             rows = np.asarray(features[np.array([source.row for source in block])], np.float32)
-        finite: list[bool] = np.isfinite(rows.reshape(len(rows), -1)).all(axis=1).tolist()
+        finite = np.atleast_1d(np.isfinite(rows.reshape(len(rows), -1)).all(axis=1)).tolist()
         failed = failed or (strict and not all(finite))
         arrays: dict[str, Floats32] = {}
         if any(finite) and not failed:

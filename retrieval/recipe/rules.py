@@ -17,6 +17,12 @@ from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import DICTIONARY, OBJECT
 from retrieval.recipe.tables import Optimizer, Phase, Schedule, Tables
 
+# The first call of these methods imports torch._dynamo, which takes a second, only to keep torch's
+# compiler from them. Nothing here compiles an optimiser.
+for _method in (TorchOptimizer.add_param_group, TorchOptimizer.zero_grad):
+    _plain_method = inspect.unwrap(_method)
+    vars(_plain_method).setdefault("__dynamo_disable", _plain_method)
+
 SHAPES = ("constant", "linear", "cosine")
 """The built-in schedules."""
 
