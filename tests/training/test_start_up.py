@@ -1,0 +1,29 @@
+"""A recipe is checked without the slow parts of torch and SciPy that it does not need."""
+
+from __future__ import annotations
+
+from retrieval.recipe.read import to_toml
+
+
+def test_a_check_does_not_import_torchs_compiler(make, tmp_path, process):
+    (tmp_path / "recipe.toml").write_text(to_toml(make()))
+    code = (
+        "import sys; from retrieval.cli.app import main\n"
+        f"sys.argv[1:] = ['check', {str(tmp_path / 'recipe.toml')!r}]\n"
+        "main(); print('torch._dynamo' in sys.modules)"
+    )
+    done = process("-c", code)
+    assert "The recipe is fine." in done.out, done.err
+    assert done.out.endswith("False\n")
+
+
+def test_scipys_statistics_are_imported_when_a_loss_uses_them(process):
+    code = (
+        "import sys; from retrieval.model.contracts import BaseDistance\n"
+        "from retrieval.evaluation.intervals import difference_over_classes\n"
+        "print('scipy.stats' in sys.modules)\n"
+        "from pytorch_metric_learning.utils.common_functions import scipy\n"
+        "print(scipy.stats.rankdata([3, 1]), 'scipy.stats' in sys.modules)"
+    )
+    done = process("-c", code)
+    assert done.out == "False\n[2. 1.] True\n", done.err
