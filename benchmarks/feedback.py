@@ -5,9 +5,9 @@
     OMP_NUM_THREADS=1 python benchmarks/feedback.py --icons package    # resumes where it stopped
     OMP_NUM_THREADS=1 python benchmarks/feedback.py --quick    # one run on digits, keeps nothing
 
-The first run of the hidden taste on each set starts `retrieval serve --feedback --explore 1` and
+The last run of the hidden taste on each set starts `retrieval serve --feedback --explore 1` and
 sends it searches by id and clicks of 200 users, until there are 2,000 clicks; the others do in one
-process what the server does. After every 25 searches the worker of `retrieval learn` takes a step.
+process what the server does. After every 10 searches the worker of `retrieval learn` takes a step.
 A user reads ten hits from the top, goes on after each with a chance of 90 %, and clicks hits of
 their taste with 90 %, others with 5 %. Tastes:
 
@@ -26,7 +26,8 @@ index and are the queries of the users; the others are held out, and measure pre
 were chosen on digits, icons, glyphs and Fashion-MNIST with seeds of 100 and above. Seeds 0 to 2,
 run with an earlier version, showed that hits which are all alike misled the comparison of learners,
 and seeds 5 to 9 that changes of taste were not seen and that the gate lost time; both were changed.
-Seeds 5 to 9 are reported, once for each version.
+Seeds 5 to 9 are reported, once for each version. The credits, the strength of the learners, the
+share of voters who teach and the lead that is watched were then chosen on seeds 100 to 111.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ from scaled_bundle import make_bundle
 
 SETS = ("digits", "fashion", "glyphs", "icons")
 SEEDS = range(5, 10)
-CLICKS, EVERY, USERS, HOSTILE = 2000, 25, 200, 0.3
+CLICKS, EVERY, USERS, HOSTILE = 2000, 10, 200, 0.3
 ICONS, COMPONENTS = 300, 128
 Array: TypeAlias = NDArray[Any]
 Row: TypeAlias = dict[str, Any]
@@ -251,7 +252,7 @@ def measured(name: str, kind: str, seed: int, policy: str, package: Path) -> Row
         folder = Path(scratch) / "index"
         with index, FeedbackRecord.open(folder / FEEDBACK_FILE, create=True) as record:
             worker = Worker(index, record, LEARNERS, explore=policy != "no-explore")
-            if kind == "hidden" and policy == "gate" and seed == SEEDS[0]:
+            if kind == "hidden" and policy == "gate" and seed == SEEDS[-1]:
                 with serving(folder, str(users.indexed[0])) as client:
                     row = looped(users, held_out, worker, client, policy)
                     row["served_equals_exact"] = served_precision(users, held_out, index, client)
@@ -283,18 +284,19 @@ class InProcess:
         served = self.worker.index.follow()
         base, sha = base_of(served), served.sha256
         near = self._ranked(head_bytes(served), int(id), self.users.indexed)[:100]
-        teams = challenger = ""
+        credits: tuple[float, ...] = ()
+        challenger = ""
         hits = [str(row) for row in near]
         for trial in self.worker.record.open_trials():
             is_explored = trial.explore and trial.incumbent == sha
             if is_explored and self.rng.random() < trial.share:
                 ranking = [str(row) for row in self._ranked(trial.head, int(id), near)]
-                hits, teams = team_draft(hits, ranking, k, lambda: self.rng.random() < 0.5)
+                hits, credits = team_draft(hits, ranking, k, lambda: self.rng.random() < 0.5)
                 challenger = trial.challenger
                 break
         self.count += 1
         keys = (f"{self.count:022}", time.time(), f"/{user}", base, sha)
-        search = Search(*keys, None, id, tuple(hits[:k]), challenger, teams)
+        search = Search(*keys, None, id, tuple(hits[:k]), challenger, credits)
         self.worker.record.note_searches([search])
         results = [SimpleNamespace(id=hit) for hit in hits[:k]]
         return SimpleNamespace(results=results, search_id=search.id)
@@ -455,16 +457,10 @@ TITLES = {
 
 def jobs() -> Iterator[tuple[str, str, int, str]]:
     """Yield sets, kinds, seeds and policies, the most telling first."""
-    cases = [("drift", "gate"), ("random", "gate"), ("present", "gate"), ("hostile", "gate")]
-    cases += [("random", "no-explore"), ("present", "no-explore"), ("hidden", "no-explore")]
-    cases += [(kind, "always") for kind in ("hidden", "random", "present", "drift")]
-    for kind, policy in cases:
-        for seed in SEEDS:
-            for name in SETS:
+    for policy in ("gate", "always", "no-explore"):
+        for seed, kind, name in itertools.product(SEEDS, TITLES, SETS):
+            if policy == "gate" or kind in ("hidden", "random", "present"):
                 yield name, kind, seed, policy
-    for seed in SEEDS:
-        for name in SETS:
-            yield name, "hidden", seed, "gate"
 
 
 def spread(values: list[float], sign: bool = False) -> str:

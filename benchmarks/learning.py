@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from retrieval.feedback.interleaving import team_draft
 from retrieval.feedback.record import CLICKED, FEEDBACK_FILE, FeedbackRecord, Search
 from threadpoolctl import threadpool_limits
 
 from bench import Kept, markdown, one_thread, page, resume_arguments
 from feedback import LEARNERS, loaded, make_index
-from retrieval_feedback.gate import ALARM, by_teams, level, weigh
+from retrieval_feedback.gate import ALARM, by_credits, level, weigh
 from retrieval_feedback.worker import Worker
 
-HITS = tuple("abcdefghij")
 CASES = (("sticky", 0.0, 60), ("even", 0.0, 400), ("gain", 0.3, 60), ("gain", 0.2, 120))
 CASES += (("gain", 0.1, 400), ("gain", -0.2, 100))
 WATCHES = (("watch", 0.3, 200), ("watch", 0.15, 200), ("watch", 0.0, 200), ("watch", -0.3, 200))
@@ -46,9 +46,10 @@ def sticky(rng: np.random.Generator, voters: int) -> list[tuple[str, float]]:
         if rng.random() < 0.3:
             places = rng.permutation(10)[: rng.integers(1, 8)]
         for _ in range(rng.geometric(0.2)):
-            teams = "".join("ci" if coin else "ic" for coin in rng.random(5) < 0.5)
-            marks = {HITS[place]: CLICKED for place in places}
-            outcomes.append((f"v{voter}", by_teams(HITS, teams, marks)))
+            rankings = rng.permutation(20).astype(str), rng.permutation(20).astype(str)
+            hits, credits = team_draft(*map(list, rankings), 10, lambda: rng.random() < 0.5)
+            marks = {hits[place]: CLICKED for place in places}
+            outcomes.append((f"v{voter}", by_credits(hits, credits, marks)))
     return outcomes
 
 

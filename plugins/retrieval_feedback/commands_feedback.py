@@ -171,7 +171,7 @@ def _plain(entry: JudgedSearch, marks: Any) -> dict[str, Any]:
         "item": search.item,
         "hits": search.hits,
         "challenger": search.challenger,
-        "teams": search.teams,
+        "credits": search.credits,
         "marks": {
             voter: {item: words[mark] for item, mark in kept.items()}
             for voter, kept in marks.items()

@@ -31,8 +31,8 @@ LOST = 0.15
 """Wealth below which the challenger is refused: it makes room for one that learned more."""
 MOST_SEARCHES = 2000
 """Counted searches without a decision after which the challenger is refused."""
-WHOLE = 4
-"""Lead in credits with which a page is won altogether; a smaller lead wins a part."""
+WHOLE = 0.6
+"""Credit with which a page is won altogether; a smaller one wins a part."""
 
 
 @dataclass(frozen=True)
@@ -147,24 +147,21 @@ def _wealth(
     return mean
 
 
-def by_teams(hits: Sequence[str], teams: str, marks: Mapping[str, int]) -> float:
+def by_credits(hits: Sequence[str], credits: Sequence[float], marks: Mapping[str, int]) -> float:
     """Return by how much the challenger won an interleaved search, from -1 to 1.
 
-    A liked or clicked hit is a credit for the team that chose it; a disliked one, and one that was
-    skipped above the last liked or clicked one, a debit. Team draft shares each pair of places
-    among the teams by a coin (Radlinski, Kurup & Joachims, "How does clickthrough data reflect
-    retrieval quality?", CIKM 2008), so whoever does not know the teams and marks by place or at
-    random favours none.
+    It gets the credit of each liked or clicked hit (see `team_draft`), and loses that of a disliked
+    one, and of one that was skipped above the last liked or clicked one. The mean credit of a place
+    is zero, so whoever does not know the coins and marks by place or at random favours nobody.
     """
     is_wanted = [marks.get(hit, DISLIKED) != DISLIKED for hit in hits]
     last = max((place for place, right in enumerate(is_wanted) if right), default=-1)
-    lead = 0
-    for place, (hit, team) in enumerate(zip(hits, teams, strict=True)):
-        side = 1 if team == "c" else -1
+    lead = 0.0
+    for place, (hit, credit) in enumerate(zip(hits, credits, strict=True)):
         if is_wanted[place]:
-            lead += side
+            lead += credit
         elif hit in marks or place < last:
-            lead -= side
+            lead -= credit
     return min(max(lead / WHOLE, -1.0), 1.0)
 
 

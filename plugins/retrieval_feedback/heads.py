@@ -48,7 +48,7 @@ class Candidate(NamedTuple):
     def promises(self) -> bool:
         """Whether it may be better than the incumbent, so that a trial is worth while.
 
-        It learned from half of the voters; from all, it will be better. The trial decides.
+        It learned from some of the voters; from all, it will be better. The trial decides.
         """
         return self.gain > 0
 

@@ -45,7 +45,7 @@ class MomentLearner(LinearMap):
         n_triplets_: number of triplets.
     """
 
-    strength: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 4.0
+    strength: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 6.0
     prior: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 500.0
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:

@@ -24,15 +24,15 @@ from retrieval.index.index import Index
 from retrieval.store.items import BASE, VECTOR
 from threadpoolctl import threadpool_limits
 
-from retrieval_feedback.gate import ALARM, Evidence, by_order, by_teams, level, weigh
+from retrieval_feedback.gate import ALARM, Evidence, by_credits, by_order, level, weigh
 from retrieval_feedback.triplets import preferences, query_key, triplet_vectors
 
-LEAST_SEARCHES = 100
+LEAST_SEARCHES = 150
 """New judged searches before something is learned."""
 LEAST_VOTERS = 8
-"""Voters before something is learned: half of them teach, and the others judge."""
+"""Voters before something is learned: three in four of them teach, and the others judge."""
 LEAST_TRIPLETS = 100
-MOST_WATCHED = 0.15
+MOST_WATCHED = 0.1
 """Largest lead that is watched for: one that was proven quickly owes a part of it to luck."""
 _IDS = 1000
 
@@ -158,9 +158,9 @@ class Worker:
         ]
         if trial.explore:
             outcomes = [
-                (voter, by_teams(searched.search.hits, searched.search.teams, marks))
+                (voter, by_credits(searched.search.hits, searched.search.credits, marks))
                 for searched in usable
-                if searched.search.teams and searched.search.challenger == trial.challenger
+                if searched.search.credits and searched.search.challenger == trial.challenger
                 for voter, marks in sorted(searched.marks.items())
                 if voter not in trial.voters
             ]
@@ -172,7 +172,7 @@ class Worker:
         self, trial: Trial, searches: Sequence[JudgedSearch]
     ) -> Iterator[tuple[str, float]]:
         """Yield voters and outcomes by the order of hits that were shown."""
-        plain = [searched for searched in searches if not searched.search.teams]
+        plain = [searched for searched in searches if not searched.search.credits]
         vectors = self._vectors(plain)
         head = load_head(trial.head)
         for searched in plain:
@@ -202,10 +202,10 @@ class Worker:
     def _watch(self, source: Trial, served: Bundle, trials: Sequence[Trial]) -> None:
         """Put what is served on trial against the base alone, for as long as it is served.
 
-        It must keep half of the lead that it was proven with, and half of its predecessor's. Who
+        It must keep a third of the lead that it was proven with, and of its predecessor's. Who
         taught it may judge as well: if anything, that delays an alarm.
         """
-        watched = [min(0.5 * source.evidence.get("lead", 0.0), MOST_WATCHED)]
+        watched = [min(source.evidence.get("lead", 0.0) / 3, MOST_WATCHED)]
         for trial in trials:
             if trial.kind == "watch" and trial.incumbent == source.incumbent:
                 watched.append(trial.evidence["watched"])
@@ -227,7 +227,7 @@ class Worker:
     # Learning
 
     def _learn(self, served: Bundle, challenges: Sequence[Trial]) -> Step:
-        """Learn from half of the voters, and put the best candidate on trial."""
+        """Learn from three in four voters, and put the best candidate on trial."""
         from retrieval_feedback.heads import BASE_ALONE, compete, head_of, learned
 
         base = base_of(served)
@@ -245,7 +245,7 @@ class Worker:
         if len(voters) < LEAST_VOTERS:
             return Step(
                 "waits",
-                f"Feedback of {len(voters)} voters, keys or users, cannot prove anything: half"
+                f"Feedback of {len(voters)} voters, keys or users, cannot prove anything: some"
                 f" would teach and the others judge. At least {LEAST_VOTERS} are needed.",
                 facts,
             )
@@ -342,8 +342,8 @@ def _serves(bundle: Bundle, trial: Trial) -> bool:
 
 
 def _teaches(voter: str, number: int) -> bool:
-    """Return whether a voter is in the half that teaches the challenger of a trial."""
-    return hashlib.sha256(f"{number} {voter}".encode()).digest()[0] % 2 == 0
+    """Return whether a voter is one of the three in four who teach the challenger of a trial."""
+    return hashlib.sha256(f"{number} {voter}".encode()).digest()[0] % 4 > 0
 
 
 def _title(trial: Trial) -> str:

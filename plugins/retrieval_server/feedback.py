@@ -88,11 +88,11 @@ class NotedHits(Hits):
 
     Attributes:
         search_id: id of the search.
-        teams: for each hit, which ranking chose it; "" if the hits are not interleaved.
+        credits: credit of each hit for the challenger; () if the hits are not interleaved.
     """
 
     search_id = ""
-    teams = ""
+    credits: tuple[float, ...] = ()
 
 
 class Challenger(NamedTuple):
@@ -170,7 +170,7 @@ class Feedback:
             hits = NotedHits(answer)
             hits.facets = getattr(answer, "facets", hits.facets)
             hits.search_id = _new_id(now)
-            hits.teams = getattr(answer, "teams", "")
+            hits.credits = getattr(answer, "credits", ())
             item = None
             if queries is not None:
                 item = query.inputs[row].id
@@ -184,7 +184,7 @@ class Feedback:
                 item=item,
                 hits=tuple(hit.id for hit in answer),
                 challenger=challenger.trial.challenger if challenger is not None else "",
-                teams=hits.teams,
+                credits=hits.credits,
             )
             # Without room, the search cannot be marked; it is answered all the same.
             if len(self._waiting) < _WAITING_SEARCHES:
@@ -297,9 +297,9 @@ class Feedback:
         distances = ((learned[1:] - learned[0]).astype(np.float64) ** 2).sum(axis=1)
         ranking = [ids[row] for row in np.argsort(distances, kind="stable").tolist()]
         coin = self._coin
-        chosen, teams = team_draft(list(hits), ranking, k, lambda: coin.random() < 0.5)
+        chosen, credits = team_draft(list(hits), ranking, k, lambda: coin.random() < 0.5)
         answer = NotedHits(hits[id] for id in chosen)
-        answer.teams = teams
+        answer.credits = credits
         return answer
 
     # The thread

@@ -695,7 +695,7 @@ def _result_json(
     result["results"] = [_hit_json(hit, served, prefix, options.fields) for hit in hits]
     if isinstance(answer, NotedHits):
         result["search_id"] = answer.search_id
-        if answer.teams:
+        if answer.credits:
             result["explored"] = True
     if getattr(options, "facets", None):
         assert isinstance(answer, Hits)

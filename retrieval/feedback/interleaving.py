@@ -1,13 +1,17 @@
 """Compare two rankings on one page of hits: team-draft interleaving, and the challenger's ranking.
 
 Radlinski, Kurup and Joachims: How Does Clickthrough Data Reflect Retrieval Quality? (CIKM 2008),
-algorithm 2. The coins of each page are independent of everything else, so whoever cannot see the
-teams gives both the same credit on average, whatever they click and at whatever position.
+algorithm 2. A click counts by how far the rankings disagree on the hit, which tells them apart with
+fewer clicks (Yue, Gao, Chapelle, Zhang and Joachims: Learning More Powerful Test Statistics for
+Click-Based Retrieval Evaluation, SIGIR 2010). The coins of each page are independent of everything
+else, so whoever cannot see them gives both rankings the same credit on average, whatever they click
+and at whatever position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -16,38 +20,41 @@ from retrieval.base.runtime import load_onnxruntime, session_options, start_sess
 from retrieval.bundle.graphs import GraphError, check_graph
 from retrieval.errors import DataError
 
-CHALLENGER, INCUMBENT = "c", "i"
-
 
 def team_draft(
     incumbent: Sequence[str], challenger: Sequence[str], k: int, coin: Callable[[], bool]
-) -> tuple[list[str], str]:
-    """Interleave two rankings; return the first k ids, and for each the team that chose it.
+) -> tuple[list[str], tuple[float, ...]]:
+    """Interleave two rankings; return the first k ids, and the credit of each.
 
-    In each round both teams choose the best id of their ranking that is not yet chosen; a coin
-    decides who is first. If one ranking ends, the other chooses the rest.
+    In each round both rankings choose their best id that is not yet chosen; a coin decides which is
+    first. Had the coin fallen otherwise, another id would be at the place. The credit, from -1 to
+    1, is half of what the challenger raises the id by less what it raises the other one by, in
+    shares of the ranking. So the mean credit of each place is zero whatever came before.
 
     Args:
         incumbent: ids of one ranking, best first, without repetition.
-        challenger: ids of the other.
+        challenger: ids of the other; ids that one ranking lacks are last in it.
         k: how many ids to choose.
         coin: returns True if the challenger is first in a round.
     """
-    rankings = {CHALLENGER: iter(challenger), INCUMBENT: iter(incumbent)}
-    chosen: dict[str, str] = {}
-    while len(chosen) < k:
-        if coin():
-            turns = (CHALLENGER, INCUMBENT)
-        else:
-            turns = (INCUMBENT, CHALLENGER)
-        before = len(chosen)
-        for team in turns:
-            id = next((id for id in rankings[team] if id not in chosen), None)
-            if id is not None and len(chosen) < k:
-                chosen[id] = team
-        if len(chosen) == before:
-            break
-    return list(chosen), "".join(chosen.values())
+    by_challenger = list(dict.fromkeys([*challenger, *incumbent]))
+    by_incumbent = list(dict.fromkeys([*incumbent, *challenger]))
+    places = {id: place for place, id in enumerate(by_incumbent)}
+    raised = {id: places[id] - place for place, id in enumerate(by_challenger)}
+    chosen: dict[str, float] = {}
+
+    def turns(first: Sequence[str], second: Sequence[str]) -> list[str]:
+        best = next(id for id in first if id not in chosen)
+        free = (id for id in second if id not in chosen and id != best)
+        return [best, *islice(free, 1)]
+
+    while len(chosen) < min(k, len(raised)):
+        shown, instead = turns(by_challenger, by_incumbent), turns(by_incumbent, by_challenger)
+        if not coin():
+            shown, instead = instead, shown
+        for id, other in zip(shown, instead, strict=True):
+            chosen[id] = round((raised[id] - raised[other]) / (2 * len(raised)), 4)
+    return list(chosen)[:k], tuple(chosen.values())[:k]
 
 
 def load_head(head: bytes | None) -> Callable[[Floats32], Floats32]:

@@ -60,7 +60,7 @@ pragma application_id = {_APPLICATION};
 pragma user_version = {_FORMAT};
 create table searches (n integer primary key autoincrement, id text not null unique,
  at real not null, voter text not null, base text not null, served text not null, query blob,
- item text, hits text not null, challenger text not null, teams text not null,
+ item text, hits text not null, challenger text not null, credits text not null,
  judged integer not null default 0) strict;
 create index unjudged on searches (n, at) where judged = 0;
 create index judged on searches (n) where judged = 1;
@@ -112,7 +112,8 @@ class Search:
         item: id of the query's item, or None.
         hits: ids of the hits in the order shown; "" for an item that was forgotten.
         challenger: SHA-256 of the trial's challenger if its hits were interleaved, or "".
-        teams: "" or, for each hit, "c" if the challenger and "i" if the incumbent chose it.
+        credits: credit of each hit for the challenger, from -1 to 1, if they were interleaved; see
+            `team_draft`.
     """
 
     id: str
@@ -124,7 +125,7 @@ class Search:
     item: str | None
     hits: tuple[str, ...]
     challenger: str = ""
-    teams: str = ""
+    credits: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -322,12 +323,11 @@ class FeedbackRecord:
             query = None if search.query is None else search.query.astype("<f4").tobytes()
             hits = _as_json(search.hits[:MAX_HITS])
             keys = (search.id, search.answered, search.voter, search.base, search.served)
-            rows.append(
-                (*keys, query, search.item, hits, search.challenger, search.teams[:MAX_HITS])
-            )
+            credits = _as_json(search.credits[:MAX_HITS])
+            rows.append((*keys, query, search.item, hits, search.challenger, credits))
         sql = (
             "insert or ignore into searches (id, at, voter, base, served, query, item, hits,"
-            " challenger, teams) values (?,?,?,?,?,?,?,?,?,?)"
+            " challenger, credits) values (?,?,?,?,?,?,?,?,?,?)"
         )
         with self._writing(durable=False) as connection:
             connection.executemany(sql, rows)
@@ -407,7 +407,7 @@ class FeedbackRecord:
             limit: how many to return; -1 for all.
         """
         sql = (
-            "select n, id, at, voter, base, served, query, item, hits, challenger, teams"
+            "select n, id, at, voter, base, served, query, item, hits, challenger, credits"
             " from searches where judged = 1 and n > ?1 and (?2 is null or base = ?2)"
             " order by n limit ?3"
         )
@@ -415,16 +415,15 @@ class FeedbackRecord:
         searches = []
         with self._reading() as connection:
             for row in ask(connection, sql, (after, base, limit)):
-                n, id, answered, searcher, of_base, served, query, item, hits, challenger, teams = (
-                    row
-                )
+                n, id, answered, searcher, of_base, served, query, item, *interleaved = row
+                hits, challenger, credits = interleaved
                 vector = None if query is None else np.frombuffer(query, "<f4").astype(np.float32)
                 shown = tuple(json.loads(hits))
                 marks: dict[str, dict[str, int]] = {}
                 for voter, marked, mark in connection.execute(of_search, (n,)):
                     marks.setdefault(voter, {})[marked] = mark
                 keys = (id, answered, searcher, of_base, served)
-                search = Search(*keys, vector, item, shown, challenger, teams)
+                search = Search(*keys, vector, item, shown, challenger, tuple(json.loads(credits)))
                 searches.append(JudgedSearch(n, search, marks))
         return searches
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from retrieval.feedback.interleaving import team_draft
 from retrieval.feedback.record import CLICKED, DISLIKED, LIKED
 
 from retrieval_feedback.gate import (
@@ -13,8 +14,8 @@ from retrieval_feedback.gate import (
     CAP,
     MOST_SEARCHES,
     Evidence,
+    by_credits,
     by_order,
-    by_teams,
     level,
     weigh,
 )
@@ -24,9 +25,10 @@ HITS = tuple("abcdefghij")
 Outcomes = list[tuple[str, float]]
 
 
-def teams(rng: np.random.Generator) -> str:
-    """Return the teams of a page of ten hits: a coin for each two places."""
-    return "".join("ci" if coin else "ic" for coin in rng.random(5) < 0.5)
+def page(rng: np.random.Generator) -> tuple[list[str], tuple[float, ...]]:
+    """Return ten interleaved hits of two rankings at random, and their credits."""
+    rankings = [[f"{n}" for n in rng.permutation(20)] for _ in range(2)]
+    return team_draft(*rankings, 10, lambda: rng.random() < 0.5)
 
 
 def sticky(rng: np.random.Generator) -> Outcomes:
@@ -37,8 +39,9 @@ def sticky(rng: np.random.Generator) -> Outcomes:
         if rng.random() < 0.3:
             fashion = rng.permutation(10)[: rng.integers(1, 8)]
         for _ in range(rng.geometric(0.2)):
-            marks = dict.fromkeys([HITS[place] for place in fashion], CLICKED)
-            outcomes.append((f"v{voter}", by_teams(HITS, teams(rng), marks)))
+            hits, credits = page(rng)
+            marks = dict.fromkeys([hits[place] for place in fashion], CLICKED)
+            outcomes.append((f"v{voter}", by_credits(hits, credits, marks)))
     return outcomes
 
 
@@ -157,15 +160,16 @@ def test_a_watch_gives_false_alarms_no_more_often_than_stated():
     assert np.mean(lengths) > ALARM
 
 
-def test_credit_of_teams():
+def test_credit_of_an_interleaved_page():
+    credits = (0.3, -0.18, 0.06)
     marks = {"a": LIKED, "b": DISLIKED, "c": CLICKED, "elsewhere": LIKED}
-    assert by_teams("abc", "cic", marks) == 0.75
-    assert by_teams("abc", "ici", marks) == -0.75
-    assert by_teams("abc", "cic", {"a": CLICKED, "b": CLICKED}) == 0
+    assert by_credits("abc", credits, marks) == pytest.approx(0.9)
+    assert by_credits("abc", credits, {"a": CLICKED, "b": CLICKED}) == pytest.approx(0.2)
     # "a" was skipped, and "c" perhaps not seen.
-    assert by_teams("abc", "icc", {"b": CLICKED}) == 0.5
-    assert by_teams("abc", "icc", {"c": DISLIKED}) == -0.25
-    assert by_teams("abcdef", "cccccc", dict.fromkeys("abcdef", LIKED)) == 1
+    assert by_credits("abc", credits, {"b": CLICKED}) == pytest.approx(-0.8)
+    assert by_credits("abc", credits, {"c": DISLIKED}) == pytest.approx(-0.1)
+    assert by_credits("abcdef", (0.5,) * 6, dict.fromkeys("abcdef", LIKED)) == 1
+    assert by_credits("abcdef", (0.5,) * 6, dict.fromkeys("abcdef", DISLIKED)) == -1
 
 
 def test_credit_of_an_order():

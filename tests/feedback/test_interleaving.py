@@ -1,4 +1,4 @@
-"""Team-draft interleaving is fair: clicks that cannot see the teams favour none."""
+"""Team-draft interleaving is fair: clicks that cannot see the coins favour no ranking."""
 
 import itertools
 import random
@@ -27,47 +27,61 @@ def rankings():
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 8])
-def test_each_team_gets_half_of_every_position_before_the_ids_are_seen(k):
+def test_no_place_has_a_credit_on_average_before_the_ids_are_seen(k):
     for incumbent, challenger in rankings():
-        teams = np.array(
-            [[team == "c" for team in teams] for _, teams in drafts(*(incumbent, challenger, k))]
-        )
-        assert teams.shape == (2**k, k)
-        assert (teams.mean(axis=0) == 0.5).all()
+        credits = np.array([credits for _, credits in drafts(incumbent, challenger, k)])
+        assert credits.shape == (2**k, k)
+        # Whatever came before: given the first coins, the mean of the later places is zero, too.
+        for known in range(k):
+            blocks = credits.reshape(2**known, -1, k)
+            assert abs(blocks[:, :, 2 * known :].mean(axis=1)).max(initial=0) < 1e-12
 
 
-def test_the_teams_take_turns_and_choose_their_best():
+def test_the_rankings_take_turns_and_choose_their_best():
     for incumbent, challenger in rankings():
-        for chosen, teams in drafts(incumbent, challenger, 6):
-            assert len(chosen) == len(set(chosen)) == len(teams) == 6
-            for start in range(0, 6, 2):
-                assert set(teams[start : start + 2]) == {"c", "i"}
-            for place, (id, team) in enumerate(zip(chosen, teams, strict=True)):
-                ranking = {"c": challenger, "i": incumbent}[team]
-                assert id == next(entry for entry in ranking if entry not in chosen[:place])
+        pages = set()
+        for coins in itertools.product((True, False), repeat=3):
+            chosen = []
+            for coin in coins:
+                for ranking in [(challenger, incumbent), (incumbent, challenger)][not coin]:
+                    chosen.append(next(id for id in ranking if id not in chosen))
+            tosses = iter(coins)
+            assert team_draft(incumbent, challenger, 6, lambda t=tosses: next(t))[0] == chosen
+            pages.add(tuple(chosen))
+        assert len(pages) == 1 or incumbent != challenger
 
 
-def test_equal_rankings_give_the_same_page_and_no_team_an_advantage():
-    for chosen, _ in drafts(IDS, IDS, 5):
-        assert chosen == IDS[:5]
+def test_credits_are_half_of_how_much_more_the_challenger_raises_a_hit_than_the_other_one():
+    incumbent, challenger = ["a", "b", "c", "d"], ["d", "a", "b", "c"]
+    # "d" rises by three places of four, each other falls by one. Then "a" is next in both.
+    assert team_draft(incumbent, challenger, 3, lambda: True) == (["d", "a", "b"], (0.5, -0.5, 0.0))
+    assert team_draft(incumbent, challenger, 3, lambda: False) == (
+        ["a", "d", "b"],
+        (-0.5, 0.5, 0.0),
+    )
 
 
-def test_a_better_challenger_gets_more_of_the_clicks_on_what_is_right():
+def test_equal_rankings_give_the_same_page_and_no_credit():
+    for chosen, credits in drafts(IDS, IDS, 5):
+        assert (chosen, credits) == (IDS[:5], (0,) * 5)
+
+
+def test_a_better_challenger_gets_credit_for_clicks_on_what_is_right():
     right = set(IDS[:4])
     incumbent, challenger = IDS[::-1], IDS
     credit = [
-        sum({"c": 1, "i": -1}[team] for id, team in zip(*draft, strict=True) if id in right)
+        sum(credit for id, credit in zip(*draft, strict=True) if id in right)
         for draft in drafts(incumbent, challenger, 4)
     ]
     assert min(credit) > 0
 
 
 def test_what_one_ranking_lacks_comes_from_the_other():
-    for chosen, teams in drafts(IDS, IDS[:2], 6):
-        assert set(chosen) == set(IDS[:6]) and teams.count("i") >= 4
-    for chosen, _ in drafts(IDS[:3], IDS[1:3], 6):
-        assert sorted(chosen) == IDS[:3]
-    assert team_draft([], [], 5, lambda: True) == ([], "")
+    for chosen, credits in drafts(IDS, IDS[:2], 6):
+        assert set(chosen) == set(IDS[:6]) and len(credits) == 6
+    for chosen, credits in drafts(IDS[:3], IDS[1:3], 6):
+        assert sorted(chosen) == IDS[:3] and len(credits) == 3
+    assert team_draft([], [], 5, lambda: True) == ([], ())
 
 
 def test_a_head_is_checked_before_it_runs():

@@ -68,8 +68,8 @@ def test_a_mark_that_is_sent_twice_counts_once_and_a_later_one_replaces_it(recor
 
 
 def test_a_search_is_kept_as_it_was_answered(record):
-    teams = "cicicicici"
-    explored = search("a", challenger="sha", teams=teams)
+    credits = (0.25, -0.5, *[0.0] * 8)
+    explored = search("a", challenger="sha", credits=credits)
     by_item = search("b", "shop/ann", query=None, item="item3", hits=HITS[:4], base="newer")
     record.note_searches([explored, by_item, explored])
     for id in "ab":

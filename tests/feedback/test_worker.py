@@ -38,7 +38,7 @@ def tried(empty, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tried") / "index"
     shutil.copytree(empty, folder)
     with working(folder) as worker:
-        play(worker.index, worker.record, 120, 0)
+        play(worker.index, worker.record, 170, 0)
         assert worker.step().action == "on trial"
     return folder
 
@@ -83,7 +83,7 @@ def test_clicks_teach_a_metric_that_is_served_once_proven_and_watched(switched, 
         (challenge, _) = worker.record.trials()
         assert challenge.verdict == "switched"
         assert challenge.evidence["wealth"] >= challenge.evidence["needed"] == pytest.approx(40)
-        assert watch.evidence["watched"] == min(challenge.evidence["lead"] / 2, MOST_WATCHED) > 0
+        assert watch.evidence["watched"] == min(challenge.evidence["lead"] / 3, MOST_WATCHED) > 0
         assert json.dumps(challenge.evidence).count("v1") == 0, "evidence names no voter"
         # What is served is watched while something better is looked for.
         kinds = set()
@@ -125,7 +125,7 @@ def test_clicks_at_random_never_switch(tmp_path, empty):
 
 def test_the_order_of_shown_hits_is_evidence_without_exploring(tmp_path, empty):
     with working(copy(empty, tmp_path), explore=False) as worker:
-        play(worker.index, worker.record, 120, 0)
+        play(worker.index, worker.record, 170, 0)
         assert worker.step().action == "on trial"
         assert not worker.record.open_trials()[0].explore
         assert play_until(worker, "on trial") == "switched"
@@ -134,7 +134,7 @@ def test_the_order_of_shown_hits_is_evidence_without_exploring(tmp_path, empty):
 def test_little_feedback_and_few_voters_prove_nothing(tmp_path, empty):
     with working(copy(empty, tmp_path)) as worker:
         assert worker.step().facts == {"searches": 0, "new": 0, "voters": 0}
-        play(worker.index, worker.record, 130, 0, voters=1)
+        play(worker.index, worker.record, 180, 0, voters=1)
         step = worker.step()
         assert (step.action, step.facts["voters"]) == ("waits", 1)
         assert "cannot prove anything" in step.sentence
@@ -146,10 +146,10 @@ def test_a_forgotten_voter_leaves_the_head_that_never_saw_them(tmp_path, empty):
     for name in ("with", "without"):
         folder = Path(shutil.copytree(empty, tmp_path / name / "index"))
         with working(folder, LEARNERS) as worker:
-            play(worker.index, worker.record, 70, 0)
+            play(worker.index, worker.record, 90, 0)
             if name == "with":
                 play(worker.index, worker.record, 60, 1, voter="loud", voters=4)
-            play(worker.index, worker.record, 70, 2)
+            play(worker.index, worker.record, 90, 2)
             assert worker.step().action == "on trial"
             if name == "with":
                 first = worker.record.open_trials()[0]
@@ -290,7 +290,7 @@ def test_faults_are_sentences(empty, cli, options, sentence):
 def test_a_learner_without_triplets_is_refused(empty, tmp_path, cli):
     folder = copy(empty, tmp_path)
     with working(folder) as worker:
-        play(worker.index, worker.record, 120, 0)
+        play(worker.index, worker.record, 170, 0)
     done = cli("learn", folder, "--learner", "core.pca")
     assert done.code == 2
     assert "core.pca has no partial_fit" in done.err

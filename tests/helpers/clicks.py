@@ -85,19 +85,20 @@ def play(
     for n in range(searches):
         query = int(rng.integers(len(x)))
         hits = [hit.id for hit in index.search(x[query], 51) if hit.id != str(query)]
-        teams = challenger = ""
+        credits: tuple[float, ...] = ()
+        challenger = ""
         trial = next((trial for trial in trials if rng.random() < trial.share), None)
         if trial is not None:
             rows = load_head(trial.head)(x[[query, *map(int, hits)]])
             order = np.argsort(np.linalg.norm(rows[1:] - rows[0], axis=1), kind="stable")
             ranking = [hits[row] for row in order]
-            hits, teams = team_draft(hits, ranking, 10, lambda: rng.random() < 0.5)
+            hits, credits = team_draft(hits, ranking, 10, lambda: rng.random() < 0.5)
             challenger = trial.challenger
         hits = hits[:10]
         id = f"{seed}-{n}"
         name = f"{voter}{rng.integers(voters)}"
         keys = (id, 1e9 + n, name, base_of(served), served.sha256)
-        noted.append(Search(*keys, None, str(query), tuple(hits), challenger, teams))
+        noted.append(Search(*keys, None, str(query), tuple(hits), challenger, credits))
         likes = [rng.random() < (0.9 if taste[int(hit)] == taste[query] else 0.05) for hit in hits]
         marks.append(
             (id, name, {hit: CLICKED for hit, like in zip(hits, likes, strict=True) if like})

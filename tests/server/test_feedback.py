@@ -1,5 +1,6 @@
 """Feedback over HTTP: searches are noted, marks are durable, and some searches are explored."""
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from retrieval.bundle.bundle import Bundle
 from retrieval.client import Client
 from retrieval.errors import DataError, ServerError
+from retrieval.feedback.interleaving import team_draft
 from retrieval.feedback.record import (
     CLICKED,
     DISLIKED,
@@ -218,6 +220,15 @@ def rankings(index: Path, trial: Trial, query: np.ndarray, depth: int = 100):
     return ids, [ids[place] for place in order], {hit.id: hit.distance for hit in hits}
 
 
+def drafts(incumbent: list[str], challenger: list[str]) -> list[tuple[list[str], tuple]]:
+    """Return all interleaved pages of ten hits, with their credits."""
+    pages = []
+    for coins in itertools.product((True, False), repeat=5):
+        tosses = iter(coins)
+        pages.append(team_draft(incumbent, challenger, 10, lambda tosses=tosses: next(tosses)))
+    return pages
+
+
 def test_a_share_of_plain_searches_is_interleaved_while_a_trial_is_open(served, living):
     trial, _ = begin(living)
     client = served(living, "--feedback", "--explore", "0.5").client
@@ -237,14 +248,10 @@ def test_a_share_of_plain_searches_is_interleaved_while_a_trial_is_open(served, 
         noted = {entry.search.id: entry.search for entry in record.judged()}
     for answer in answers:
         kept = noted[answer["search_id"]]
-        assert bool(kept.teams) == bool(kept.challenger) == bool(answer.get("explored"))
-        if kept.teams:
-            assert kept.challenger == trial.challenger and len(kept.teams) == 10
-            chosen = []
-            for id, team in zip(ids_of(answer), kept.teams, strict=True):
-                ranking = {"c": challenger, "i": incumbent}[team]
-                assert id == next(entry for entry in ranking if entry not in chosen)
-                chosen.append(id)
+        assert bool(kept.credits) == bool(kept.challenger) == bool(answer.get("explored"))
+        if kept.credits:
+            assert kept.challenger == trial.challenger
+            assert (ids_of(answer), kept.credits) in drafts(incumbent, challenger)
     # Neither what is more than plain nor several at once is explored.
     for body in ({"k": 101}, {"group_by": "label"}, {"offset": 1}, {"diversity": 0.5}):
         assert not any(search(client, **body).get("explored") for _ in range(12)), body
@@ -336,11 +343,9 @@ def test_an_adapter_is_explored_over_the_vectors_of_its_base(served, living, pho
         nearest = [hit.id for hit in index.search(image, 11)]
     for entry, own in ((first, []), (second, ["3/0003.png"])):
         ranking = [id for id in nearest if id not in own]
-        chosen = []
-        for id, team in zip(entry.search.hits, entry.search.teams, strict=True):
-            if team == "c":
-                assert id == next(other for other in ranking if other not in chosen)
-            chosen.append(id)
+        # One ranking of the two has each hit next, or the other does.
+        assert len(entry.search.credits) == len(entry.search.hits)
+        assert ranking[0] in entry.search.hits[:2]
 
 
 def test_a_full_disk_refuses_marks_and_searches_go_on(served, living, tmp_path, mount):

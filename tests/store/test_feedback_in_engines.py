@@ -115,7 +115,7 @@ def test_an_index_in_an_engine_learns_switches_goes_back_and_forgets(address, tm
         return [hit.id for hit in client.search(id=str(row), k=10).results]
 
     with serving(address, file, 1.0) as client:
-        before = click(client, 150, 0)
+        before = click(client, 170, 0)
         assert "Trial 1, of feedback." in learn()
         time.sleep(2)  # the server looks for a trial once a second
         click(client, 250, 1)
