@@ -184,10 +184,11 @@ def encode_queries(
         )
     if not rescores:
         codes = None
+    if vectors.dtype == np.float32:
+        return np.ascontiguousarray(vectors), codes, is_single
     # A number beyond float32 becomes infinite, which the store refuses in a sentence.
     with np.errstate(over="ignore"):
-        vectors = np.ascontiguousarray(vectors, np.float32)
-    return vectors, codes, is_single
+        return np.ascontiguousarray(vectors, np.float32), codes, is_single
 
 
 def _encoded(
@@ -344,7 +345,14 @@ def hits_of(items: Sequence[Item], distances: Floats64) -> list[Hit]:
     """Return one hit per distance; items beyond the number of distances are ignored."""
     # The metadata are copied, because the store shares its own between searches.
     return [
-        Hit(item.id, item.label, distance, own_copy(item.metadata), item.path, item.keep)
+        Hit(
+            item.id,
+            item.label,
+            distance,
+            own_copy(item.metadata) if item.metadata else {},
+            item.path,
+            item.keep,
+        )
         for item, distance in zip(items, distances.tolist(), strict=False)
     ]
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,13 +48,16 @@ if TYPE_CHECKING:
 
 NearestRows = tuple[Floats64, Ints]
 
-# FAISS returns this many rows and k / 16 more than k for a single query; beyond the last of them,
-# the bound rules out all others.
+# FAISS returns this many rows and k / 16 more than k; beyond the last of them, the bound rules out
+# all others.
 _MARGIN = 8
 _QUERIES = 256  # maximum number of queries in a group
 _FEW = 4
 """Up to this many queries are searched one by one without a companion; more are faster as a group.
 """
+_NARROW = 6
+"""A companion serves more than `_FEW` queries if its table is this many times narrower than the
+vectors: matrix products over all columns take about a sixth of the time of sums per number."""
 # Queries × k in a group are limited, which bounds the group's memory.
 _ANSWERS = 1 << 21
 _BLOCK_PAIRS = 1 << 21  # pairs of a query and a row in a block: 8 MB of float32 values
@@ -131,17 +134,22 @@ def nearest(
     parts = np.ascontiguousarray(queries[:, columns], np.float32)
     # Slicing an array is faster than a memmap.
     rows = np.asarray(vectors)
+    is_many = len(parts) > _FEW
+    if companion is not None and is_many and companion.basis.shape[1] * _NARROW >= width:
+        companion = None
     task = _Task(rows, columns, k, keep, threads)
-    alone = companion is None and len(parts) <= _FEW
-    if alone:
+    if companion is None and not is_many:
         step = 1
     else:
         step = max(1, min(_QUERIES, _ANSWERS // k))
-    squared, numbers = _no_rows(len(parts), k)
-    for start in range(0, len(parts) if len(vectors) else 0, step):
-        group = slice(start, start + step)
-        squared[group], numbers[group] = _search(task, parts[group], companion)
-    return squared, numbers
+    if not len(vectors) or not len(parts):
+        return _no_rows(len(parts), k)
+    starts = range(0, len(parts), step)
+    answers = [_search(task, parts[start : start + step], companion) for start in starts]
+    if len(answers) == 1:
+        return answers[0]
+    squared, numbers = zip(*answers, strict=True)
+    return np.concatenate(squared), np.concatenate(numbers)
 
 
 def check_queries(queries: Floats32, generation: Generation) -> None:
@@ -279,16 +287,25 @@ def _search(task: _Task, queries: Floats32, companion: Companion | None) -> Near
     """Return squared distances and rows (Q, k) of a group of queries."""
     many = len(queries) > 1
     whole = task.columns == slice(0, task.vectors.shape[1])
-    plain = not many and companion is None and whole and task.threads == 1
-    if plain and (answer := _nearest_of_one(queries, task.vectors, task.k, task.keep)):
-        return answer
     if companion is not None and (answer := _by_companion(task, queries, companion)):
         return answer
+    proposal = None
+    # FAISS compares a mask row by row, without matrix products.
+    if whole and task.threads == 1 and (task.keep is None or not many):
+        proposal = _nearest_by_faiss(queries, task.vectors, task.k, task.keep)
+    if proposal is None:
+        squared, rows = _no_rows(len(queries), task.k)
+        rest = np.arange(len(queries))
+    else:
+        squared, rows, decided = proposal
+        if all(decided):
+            return squared, rows
+        rest = np.flatnonzero(~np.array(decided))
     # One by one, 256 queries among 60,000 vectors of 128 numbers are 8.7 times as dear.
-    if many and (answer := _Scan(task, queries, products=True).run()):
-        return answer
-    squared, rows = _no_rows(len(queries), task.k)
-    for number in range(len(queries)):
+    if len(rest) > 1 and (answer := _Scan(task, queries[rest], products=True).run()):
+        squared[rest], rows[rest] = answer
+        return squared, rows
+    for number in rest.tolist():
         query = slice(number, number + 1)
         answer = _Scan(task, queries[query], products=False).run()
         assert answer is not None
@@ -448,20 +465,21 @@ def _first_reach(
     return math.inf
 
 
-def _limit(squared: float, width: int, slack: float = 0.0) -> float:
-    """Return an upper bound of the float32 sum of any row within a squared distance.
+def _limit(squared: float, width: int, slack: float = 0.0, length: float = 0.0) -> float:
+    """Return an upper bound of the float32 value of any row within a squared distance.
 
     Args:
         squared: the squared distance.
         width: number of products in a sum.
         slack: distance by which rounding in the companion can have moved query and row.
+        length: length of the query if values are computed by products; 0 for sums.
     """
     radius = (math.sqrt(squared) * (1 + 2.0**-40) + slack) * (1 + 2.0**-40)
-    size = radius * radius
+    size = (2 * length + radius) * (2 * length + radius)
     if not size < _LARGEST:
         return math.inf
     # The last factor leaves room for the rounding of this very product.
-    return (size * (1 + _gamma(width)) + width * _TINY) * (1 + 2.0**-22)
+    return (radius * radius + size * _gamma(width) + width * _TINY) * (1 + 2.0**-22)
 
 
 class _Scan:
@@ -649,16 +667,23 @@ def _entered(best: NearestRows, query: Ints, row: Ints, squared: Floats64) -> Ne
     return squared[order], row[order]
 
 
-def _nearest_of_one(
-    query: Floats32, vectors: Floats32, k: int, keep: Bools | None
-) -> NearestRows | None:
-    """Return squared distances and rows (1, k) of one query (1, P), computed with FAISS.
+def _nearest_by_faiss(
+    queries: Floats32, vectors: Floats32, k: int, keep: Bools | None
+) -> tuple[Floats64, Ints, list[bool]] | None:
+    """Return squared distances and rows (Q, k) from FAISS's own search for more than k rows.
 
-    FAISS returns the nearest rows by float32 distance, more than k.
+    FAISS returns the nearest rows by float32 distance. A query is decided if the bound of the
+    module's docstring rules out all rows that FAISS has not returned.
+
+    Args:
+        queries: (Q, P).
+        vectors: (N, P).
+        k: number of rows per query.
+        keep: boolean mask (N,) of the rows to search, for a single query; or `None`.
 
     Returns:
-        The result, or `None` if rows that FAISS has not returned may be as near, or if copying the
-        rows to search is faster.
+        The distances, the rows, and whether each query is decided. `None` if another way is
+        needed or faster.
     """
     # Without this way, one filtered query among 60,000 vectors is 1.6 to 2.3 times as dear.
     faiss = load_faiss()
@@ -672,21 +697,32 @@ def _nearest_of_one(
         selector = faiss.IDSelectorBitmap(bits)
     if searched <= proposed or (count > _TABLE_ROWS and searched < _SPARSE_ONE * count):
         return None
-    sums = np.empty(proposed, np.float32)
-    rows = np.empty(proposed, np.int64)
-    pointer, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
-    # FAISS uses at most one thread per query; for one query that is the calling thread.
-    faiss.knn_L2sqr(pointer, table, width, 1, count, proposed, out, numbers, None, selector)
-    wider = 1 + 2 * _gamma(width)
-    tiny = width * _TINY
-    limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
-    if not limit < min(float(sums[-1]), _LARGEST):
-        return None
-    rows = rows[: int(sums.searchsorted(limit, "right"))]
-    difference = vectors[rows] - query.astype(np.float64)
-    squared = np.einsum("ij,ij->i", difference, difference)
-    order = np.lexsort((rows, squared))[:k]
-    return squared[order][None], rows[order][None]
+    size = len(queries)
+    sums = np.empty((size, proposed), np.float32)
+    rows = np.empty((size, proposed), np.int64)
+    pointer, table, out, numbers = map(faiss.swig_ptr, (queries, vectors, sums, rows))
+    faiss.cvar.distance_compute_blas_threshold = (_FEW + 1) * width
+    # A single query is compared on the calling thread.
+    with faiss_threads(1) if size > 1 else nullcontext():
+        faiss.knn_L2sqr(pointer, table, width, size, count, proposed, out, numbers, None, selector)
+    # An unused place has no row, and the largest number of float32; its query is not decided.
+    last = np.where(sums[:, -1] < _LARGEST, sums[:, -1], 0).tolist()
+    rows.sort(axis=1)
+    exact = queries.astype(np.float64)
+    pair = np.arange(size).repeat(proposed)
+    squared = squared_distances(exact, vectors, pair, rows.ravel()).reshape(rows.shape)
+    order = squared.argsort(axis=1, kind="stable")[:, :k]
+    lengths = [0.0]
+    if size > 1:
+        order += proposed * np.arange(size)[:, None]
+        lengths = np.sqrt(np.einsum("ij,ij->i", exact, exact)).tolist()
+    squared = squared.take(order)
+    reach = squared[:, -1].tolist()
+    decided = [
+        _limit(square, width, 0.0, length) < limit
+        for square, length, limit in zip(reach, lengths, last, strict=True)
+    ]
+    return squared, rows.take(order), decided
 
 
 def _gamma(width: int) -> float:

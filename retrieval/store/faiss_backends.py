@@ -406,6 +406,8 @@ class Hnsw(FaissBackend):
             wider = keep.copy()
             wider[self._originals[keep[self._copies]]] = True
         distances, rows = super()._searched(queries, k, wider)
+        if not self._copies_of:
+            return distances, rows
         for query, originals in enumerate(rows.tolist()):
             if self._copies_of.keys().isdisjoint(originals):
                 continue

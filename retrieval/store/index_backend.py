@@ -138,12 +138,15 @@ def checked_search(
         PluginError: the back end fails.
         StoreError: the back end returns an invalid result.
     """
-    with using(name, "search"):
+    try:
         if keep is None:
             _, rows = backend.search(queries, k)
         else:
             _, rows = backend.search_selected(queries, k, keep)
         rows = np.asarray(rows)
+    except Exception:
+        with using(name, "search"):
+            raise
     fault = None
     if rows.shape != (len(queries), k) or rows.dtype.kind != "i":
         fault = f"{rows.dtype} of shape {rows.shape}"

@@ -399,21 +399,26 @@ class LocalStore(Store):
         if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
             # Without a tie at the end, the items beyond it need not be read.
             squared, rows = squared[:, :count], rows[:, :count]
+        numbers = view.runs.numbers_of(rows)
         # -1 marks an unused place.
-        rows_of_queries = [query_rows[query_rows >= 0] for query_rows in rows]
-        numbers = [view.runs.numbers_of(query_rows).tolist() for query_rows in rows_of_queries]
-        answers = self._items_of(numbers, connection)
+        used = rows >= 0
+        if used.all():
+            groups = numbers.tolist()
+        else:
+            groups = [group[mask].tolist() for group, mask in zip(numbers, used, strict=True)]
+        answers = self._items_of(groups, connection)
         if answers is None:
             return None
         candidates = []
-        for query, items in enumerate(answers):
-            if squared is None:
-                distances = None
-            else:
-                distances = np.sqrt(squared[query, : len(items)])
-            rows_of_query = rows_of_queries[query]
+        if squared is None:
+            for items, group, mask in zip(answers, rows, used, strict=True):
+                candidates.append(nearest_candidates(view, items, group[mask], None, count, arrays))
+            return candidates
+        # The unused places are the last.
+        for items, group, distances in zip(answers, rows, np.sqrt(squared), strict=True):
+            size = len(items)
             candidates.append(
-                nearest_candidates(view, items, rows_of_query, distances, count, arrays)
+                nearest_candidates(view, items, group[:size], distances[:size], count, arrays)
             )
         return candidates
 
@@ -429,12 +434,18 @@ class LocalStore(Store):
             self._bytes = 0
         # The cache is never stale, since an item that changes gets a new number.
         cached = self._items
-        missing = {number for group in numbers for number in group if number not in cached}
-        if missing and connection is None:
-            return None
+        try:
+            answers = [list(map(cached.__getitem__, group)) for group in numbers]
+        except KeyError:
+            if connection is None:
+                return None
+            answers = None
         # Every search has this stage, so that its count equals that of searches.
         with stage("items", sum(map(len, numbers))):
-            if missing and connection is not None:
+            if answers is not None:
+                return answers
+            missing = {number for group in numbers for number in group if number not in cached}
+            if connection is not None:
                 sql = (
                     f"select {ITEM_COLUMNS} from items where n in (select value from json_each(?))"
                 )

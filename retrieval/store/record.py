@@ -258,16 +258,20 @@ class Record:
 
         This takes microseconds. It needs no disk access, unless the index is read-only.
         """
-        with self.faults("read"), self._watch_lock:
-            self.require_open()
-            if self.read_only:
-                status = self.path.stat()
-                if self._has_log():
-                    return object()
-                return (status.st_size, status.st_mtime_ns)
-            if self._watching is None:
-                self._watching = self._open()
-            return self._watching, self._watching.execute("pragma data_version").get
+        try:
+            with self._watch_lock:
+                self.require_open()
+                if self.read_only:
+                    status = self.path.stat()
+                    if self._has_log():
+                        return object()
+                    return (status.st_size, status.st_mtime_ns)
+                if self._watching is None:
+                    self._watching = self._open()
+                return self._watching, self._watching.execute("pragma data_version").get
+        except (apsw.Error, OSError):
+            with self.faults("read"):
+                raise
 
     def close(self) -> None:
         """Refuse new connections, wait for those in use, and close all."""

@@ -230,12 +230,12 @@ def test_arguments_that_do_not_fit_are_refused(options):
 
 
 def test_a_companion_is_read_in_place_of_the_vectors(monkeypatch):
-    vectors, queries = low_rank(3000), low_rank(9, seed=1)
+    vectors, queries = low_rank(3000), low_rank(4, seed=1)
     companion = Companion.build(vectors)
     assert companion is not None and companion.table.shape == (1, 3000, 8)
     monkeypatch.setattr(exact_search, "_Scan", None)
-    monkeypatch.setattr(exact_search, "_nearest_of_one", None)
-    for count in (1, 9):
+    monkeypatch.setattr(exact_search, "_nearest_by_faiss", None)
+    for count in (1, 4):
         agree(queries[:count], vectors, 10, companion=companion)
 
 
