@@ -100,9 +100,18 @@ def _steps(worker: Worker) -> list[Step]:
 
 
 def _follow(worker: Worker, every: float, as_json: bool) -> None:
+    from retrieval.store.contract import StoreUnavailable, TooSlow
+
+    from retrieval_feedback.worker import Step
+
     sentence = ""
     while True:
-        for step in _steps(worker):
+        try:
+            steps = _steps(worker)
+        except (StoreUnavailable, TooSlow) as error:
+            # Nothing is half-done: the next step goes on where this one was.
+            steps = [Step("waits", f"{error} The worker goes on once that works again.")]
+        for step in steps:
             if step.sentence == sentence:
                 continue
             sentence = step.sentence

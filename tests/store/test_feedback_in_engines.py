@@ -1,6 +1,8 @@
 """Search that learns from clicks on an index in an engine, by HTTP and by the commands."""
 
 import hashlib
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
@@ -31,8 +33,8 @@ def qdrant(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def postgres():
-    """A database of a new Postgres server."""
+def postgres_server():
+    """A new Postgres server."""
     pytest.importorskip("psycopg", reason="the extra `postgres` is not installed")
     from postgres_server import PostgresServer
 
@@ -40,8 +42,14 @@ def postgres():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
-        yield "postgresql:///postgres"
+        yield server
     server.stop()
+
+
+@pytest.fixture
+def postgres(postgres_server):
+    """A database of the server."""
+    return "postgresql:///postgres"
 
 
 @pytest.fixture(params=["qdrant", "postgres", pytest.param("milvus", marks=pytest.mark.engine)])
@@ -141,6 +149,28 @@ def test_an_index_in_an_engine_learns_switches_goes_back_and_forgets(address, tm
         assert forget.code == 0 and "metrics had learned from them" in forget.out
         assert "was forgotten" in learn()
         assert served(client) == exact(address, 7) == base
+
+
+@pytest.mark.parametrize("address", ["postgres"], indirect=True)
+def test_a_follower_outlives_an_outage_of_the_engine(address, postgres_server, tmp_path):
+    file = tmp_path / "feedback.sqlite"
+    FeedbackRecord.open(file, create=True).close()
+    command = [sys.executable, "-m", "retrieval.cli", "learn", f"{address}?timeout=1"]
+    command += ["--feedback-file", str(file), "--follow", "--every", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            waiting = process.stdout.readline()
+            assert waiting == "Waiting for 100 more judged searches.\n"
+            postgres_server.kill()
+            sentence = process.stdout.readline()
+            assert sentence.startswith("Postgres does not answer for postgresql:///postgres/")
+            assert sentence.endswith("The worker goes on once that works again.\n")
+            postgres_server.start()
+            # The sentence changes while the server starts.
+            while (sentence := process.stdout.readline()) != waiting:
+                assert sentence.startswith("Postgres does not answer")
+        finally:
+            process.kill()
 
 
 def test_an_index_in_an_engine_needs_a_file_for_its_feedback(address, cli):
