@@ -27,7 +27,7 @@ from retrieval.base.trec import qrels_text, run_text
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.data.splits import tested_splits
-from retrieval.data.texts import EncodedTexts, ItemTexts
+from retrieval.data.texts import ItemTexts
 from retrieval.errors import DataError, RecipeError
 from retrieval.evaluation.evaluation import (
     ByContestant,
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from retrieval.data.datasets import Dataset
     from retrieval.data.splits import Splits
     from retrieval.model.contracts import Metric
-    from retrieval.model.model import TextPart
     from retrieval.recipe.read import Recipe
 
 Items = Ints
@@ -93,7 +92,7 @@ class RunEvaluation(ByContestant):
         gallery: number of items in the gallery.
         singletons: number of queries left out because no other item has their label.
         metrics: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"; with texts,
-            "text to image" and "image to text"), the mean of each metric.
+            "text to image" and "image to text", also after "bundle, "), the mean of each metric.
         candidates: for a bundle with a rescorer, how many of the nearest items are candidates.
         spread: with `[evaluate] gallery_items`, by contestant, the standard deviation of each
             metric over random galleries.
@@ -214,12 +213,9 @@ def evaluate(
     trained = measure(codes, distance)
     contestants = {"trained": trained}
     if model.text is not None:
-        items = query
-        images = codes[0]
-        if gallery is not None:
-            items, rows = np.unique(np.concatenate([query, gallery]), return_index=True)
-            images = torch.cat(codes)[rows]
-        sides = text_sides(texts_of(run, ahead=False), items, images, model.text)
+        texts = texts_of(run, ahead=False)
+        items, images = _once(query, gallery, *codes)
+        sides = text_sides(texts.texts, items, images, partial(texts.codes, part=model.text))
         contestants |= {
             name: evaluate_codes(**arguments, metrics=chosen) for name, arguments in sides.items()
         }
@@ -239,7 +235,8 @@ def evaluate(
     values = {name: contestant.values for name, contestant in contestants.items()}
     candidates = None
     if bundle is not None:
-        values["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
+        served, candidates = _served(run, bundle, query, gallery, chosen)
+        values |= served
     if device.type != "cpu":
         model.to("cpu")
     results = RunEvaluation(
@@ -262,8 +259,16 @@ def evaluate(
     return results
 
 
+def _once(query: Items, gallery: Items | None, *codes: Any) -> tuple[Items, Any]:
+    """Return the items of queries and gallery, each once, and their codes."""
+    if gallery is None:
+        return query, codes[0]
+    items, rows = np.unique(np.concatenate([query, gallery]), return_index=True)
+    return items, np.concatenate(codes)[rows]
+
+
 def text_sides(
-    texts: EncodedTexts, items: Items, codes: Any, part: TextPart
+    texts: ItemTexts, items: Items, codes: Any, encode: Callable[[Ints], Any]
 ) -> dict[str, dict[str, Any]]:
     """Return the arguments of `retrieval.evaluate` for both directions of search.
 
@@ -273,12 +278,12 @@ def text_sides(
         texts: the texts of the dataset's items.
         items: (N,), the images to search.
         codes: (N, C), their codes.
-        part: the model's part for texts.
+        encode: returns the codes (T, C) of texts, which it gets as positions in `texts.distinct`.
     """
-    numbers = texts.texts.numbers(items)
-    text_codes = texts.codes(numbers, part)
-    of_text = [[texts.texts.distinct[number]] for number in numbers]
-    of_image = texts.texts.of(items)
+    numbers = texts.numbers(items)
+    text_codes = encode(numbers)
+    of_text = [[texts.distinct[number]] for number in numbers]
+    of_image = texts.of(items)
     text_rows = np.arange(len(numbers))
     image_rows = np.arange(len(items))
     return {
@@ -681,8 +686,10 @@ def refuse_one_kind(known: Bools) -> None:
 
 def _served(
     run: Run, path: StrPath, query: Ints, gallery: Ints | None, metrics: dict[str, Metric]
-) -> tuple[dict[str, float], CandidateStep | None]:
+) -> tuple[dict[str, dict[str, float]], CandidateStep | None]:
     """Return a bundle's metrics, and how many of the nearest items are its rescorer's candidates.
+
+    The metrics are by contestant; those of both directions need texts and a text encoder.
 
     Metrics of the whole ranking are left out, because a server returns only the first results.
     """
@@ -709,9 +716,21 @@ def _served(
     rows = served_rows(bundle, queries, items, min(deepest, size), exclude)
     matches = (item_class[rows] == query_class[:, None]) & (rows >= 0)
     answerable = relevant > 0
-    values = {}
-    for name, metric in metrics.items():
-        values[name] = float(metric(matches[answerable], relevant[answerable]).mean())
+    values: dict[str, dict[str, float]] = {}
+    if answerable.any():
+        values["bundle"] = {
+            name: float(metric(matches[answerable], relevant[answerable]).mean())
+            for name, metric in metrics.items()
+        }
+    if run.recipe.text is not None and bundle.takes_text:
+        texts = ItemTexts(run.dataset, run.recipe.text)
+        searched, images = _once(query, gallery, queries["vector"], items["vector"])
+
+        def encode(numbers: Ints) -> Any:
+            return bundle.encode_text([texts.distinct[number] for number in numbers]).vector
+
+        for side, arguments in text_sides(texts, searched, images, encode).items():
+            values[f"bundle, {side}"] = evaluate_codes(**arguments, metrics=metrics).values
     rescorer = bundle.manifest.rescorer
     if rescorer is None or not rescorer.overlap:
         return values, None

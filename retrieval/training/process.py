@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -307,9 +308,8 @@ def validate(
             metric.finite = False
     if texts is not None:
         assert model.text is not None
-        evaluation = evaluate(
-            **text_sides(texts, indices, codes, model.text)["text to image"], metrics=metrics
-        )
+        sides = text_sides(texts.texts, indices, codes, partial(texts.codes, part=model.text))
+        evaluation = evaluate(**sides["text to image"], metrics=metrics)
         classes = np.arange(len(evaluation.per_query[Monitor(recipe).name]))
     else:
         classes = labels[query]

@@ -243,6 +243,33 @@ def test_a_run_becomes_a_bundle_that_finds_images_by_words(make, tmp_path):
     assert short.encode_text(texts).shape == (4, 8)
 
 
+@pytest.mark.parametrize("with_gallery", [False, True])
+def test_a_bundle_is_measured_both_ways_by_its_own_encoders(make, tmp_path, with_gallery):
+    recipe = make(**LEARNS)
+    data = worded.digits()
+    if with_gallery:
+        splits = ["train" if n % 3 else "test" for n in range(len(data))]
+        roles = ["" if n % 3 else ("query", "gallery")[n % 2] for n in range(len(data))]
+        data = ArrayDataset(
+            data.arrays, data.labels, splits=splits, roles=roles, metadata=data.metadata
+        )
+    run = retrieval.train(recipe, tmp_path / "run", dataset=data)
+    run.export(tmp_path / "bundle", progress=False)
+    names = ["recall_at_1", "recall_at_10", "map_at_r"]
+    metrics = run.evaluate(metrics=names, bundle=tmp_path / "bundle").metrics
+    for way in ("text to image", "image to text"):
+        # map_at_r looks at a whole ranking, which a server does not return
+        assert metrics[f"bundle, {way}"] == pytest.approx(
+            {name: metrics[way][name] for name in names[: len(metrics[f"bundle, {way}"])]}, abs=2e-3
+        )
+        assert metrics[f"bundle, {way}"].keys() >= {"recall_at_1", "recall_at_10"}
+    # the text encoder of the bundle is what is measured
+    other = run.export(tmp_path / "short", dimensions=2, progress=False)
+    short = run.evaluate(metrics=["recall_at_1"], bundle=tmp_path / "short").metrics
+    assert short["bundle, text to image"]["recall_at_1"] < metrics["text to image"]["recall_at_1"]
+    assert other.bundle.takes_text
+
+
 def test_a_pair_of_encoders_is_exported_as_it_comes(make, tmp_path):
     whole = {"frozen": True, "name": "worded.words"}
     recipe = make(
