@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 from abc import abstractmethod
@@ -41,7 +42,20 @@ def need_client(module: str, extra: str) -> None:
 
 
 class RemotePlace(StorePlace):
-    """The place of an index in a database engine; a subclass implements `store`."""
+    """The place of an index in a database engine; a subclass implements `store`.
+
+    Args:
+        address: address of the index.
+        timeout: time limit of one request to the server, including retries, in seconds.
+        exact: whether to search exactly.
+    """
+
+    def __init__(self, address: Address, timeout: float = 30.0, exact: bool = True) -> None:
+        super().__init__(address)
+        if not (math.isfinite(timeout) and timeout > 0):
+            raise StoreError(f"{address}: write timeout=SECONDS with a number above 0.")
+        self._timeout = timeout
+        self._exact = exact
 
     @abstractmethod
     def store(self) -> RemoteStore:

@@ -61,6 +61,8 @@ from retrieval_engines.rows import PIECE_BYTES, Row
 ENGINE_FORMAT = 1
 # The engines' numbers are float64, which represents smaller integers exactly.
 EXACT = 1 << 53
+# Pieces of bundles and originals in one request, and in memory.
+PIECES_AT_ONCE = 64
 Conditions = Sequence[Any]
 
 
@@ -429,6 +431,15 @@ class RemoteStore(Store):
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
+        return self._put(items, bundle)[0]
+
+    def _put(
+        self, items: Sequence[Item], bundle: str, known: Mapping[str, str] | None = None
+    ) -> tuple[int, set[str]]:
+        """Write items; return the number of those that existed, and the ids that were left out.
+
+        With the `known` version of each item, those that have another one by now are left out.
+        """
         with self._writing():
             register = self._writable()
             served = register.served
@@ -436,7 +447,7 @@ class RemoteStore(Store):
                 raise self._superseded_error()
             checked(items, served.widths)
             if not items:
-                return 0
+                return 0, set()
             rows = [Row.of(item) for item in items]
             self._check_sizes(rows)
             replaced = self._read_rows(served, [item.id for item in items])
@@ -450,12 +461,20 @@ class RemoteStore(Store):
             for row, item in zip(rows, items, strict=True):
                 if item.original is not None:
                     self._write_pieces(row.version, [item.original])
-            self._write_rows(served, rows)
-            self._delete_originals(replaced)
+            missed: set[str] = set()
+            if known is None:
+                self._write_rows(served, rows)
+            else:
+                missed = self._exchange_rows(served, rows, known)
+            # What had a known version does not have it any more, whoever wrote.
+            self._delete_originals(
+                row for row in replaced if known is None or known.get(row.id) == row.version
+            )
+            self._delete_originals(row for row in rows if row.id in missed)
             if self._was_switched(served):
                 # The new generation may lack the rows.
                 raise self._superseded_error()
-            return len(replaced)
+            return len(replaced), missed
 
     def update(
         self,
@@ -469,21 +488,64 @@ class RemoteStore(Store):
         with self._writing():
             return super().update(ids, changes, bundle, filter=filter)
 
-    def _write_pieces(self, owner: str, content: Iterable[bytes]) -> int:
-        """Store bytes as rows `owner`.0 and so on of the register; return the number of rows."""
+    def _change(self, ids: Sequence[str], changes: Mapping[str, Any], bundle: str) -> int:
+        """Change a few items; what others change meanwhile is changed once more."""
         count = 0
-        for part in content:
-            for start in range(0, len(part), PIECE_BYTES):
-                text = base64.b64encode(part[start : start + PIECE_BYTES]).decode()
-                self._write_rows(REGISTER, [Row({"id": f"{owner}.{count}", "text": text}, {})])
-                count += 1
+        while ids:
+            if time.monotonic() > stop_at():
+                raise self._slow_error()
+            rows = self._read_rows(self._writable().served, ids, arrays=True)
+            items = [row.item().changed(changes) for row in rows]
+            originals = self.originals(row.id for row in rows if row.pieces is not None)
+            items = [replace(item, original=originals.get(item.id)) for item in items]
+            missed = self._put(items, bundle, {row.id: row.version for row in rows})[1]
+            count += len(items) - len(missed)
+            ids = sorted(missed)
+        return count
+
+    def _exchange_rows(
+        self, generation: Generation, rows: Sequence[Row], known: Mapping[str, str]
+    ) -> set[str]:
+        """Write rows that replace those of the known versions; return the ids of all others.
+
+        Here nobody writes meanwhile, which an "atomic" store excludes.
+        """
+        self._write_rows(generation, rows)
+        return set()
+
+    def _write_pieces(self, owner: str, content: Iterable[bytes]) -> int:
+        """Store bytes as pieces `owner`.0 and so on; return the number of pieces."""
+        pieces = (
+            part[start : start + PIECE_BYTES]
+            for part in content
+            for start in range(0, len(part), PIECE_BYTES)
+        )
+        count = 0
+        while block := list(islice(pieces, PIECES_AT_ONCE)):
+            names = (f"{owner}.{number}" for number in range(count, count + len(block)))
+            self._write_bytes(dict(zip(names, block, strict=True)))
+            count += len(block)
         return count
 
     def _read_pieces(self, owner: str, count: int) -> Iterator[bytes]:
         """Yield the `count` pieces that `_write_pieces` stored."""
-        for number in range(count):
-            for row in self._read_rows(REGISTER, [f"{owner}.{number}"]):
-                yield base64.b64decode(row.record["text"])
+        names = (f"{owner}.{number}" for number in range(count))
+        while block := list(islice(names, PIECES_AT_ONCE)):
+            pieces = self._read_bytes(block)
+            yield from (pieces[name] for name in block if name in pieces)
+
+    def _write_bytes(self, pieces: Mapping[str, bytes]) -> None:
+        """Write pieces as rows of the register."""
+        rows = [
+            Row({"id": name, "text": base64.b64encode(piece).decode()}, {})
+            for name, piece in pieces.items()
+        ]
+        self._write_rows(REGISTER, rows)
+
+    def _read_bytes(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Return pieces by name; those that were deleted are left out."""
+        rows = self._read_rows(REGISTER, names)
+        return {row.id: base64.b64decode(row.record["text"]) for row in rows}
 
     def _delete_pieces(self, owner: str, count: int) -> None:
         if count:
@@ -663,13 +725,14 @@ class RemoteStore(Store):
     ) -> tuple[list[str], list[str]]:
         """Return ids that `generation` lacks (or has an old version of), and ids only it has."""
 
-        def versions(source: Generation) -> dict[str, str]:
-            return {row.id: row.version for row in self._all_rows(source)}
-
-        present = versions(generation)
-        current = versions(served)
+        present = self._versions(generation)
+        current = self._versions(served)
         lacking = [id for id, version in current.items() if present.get(id) != version]
         return lacking, [id for id in present if id not in current]
+
+    def _versions(self, generation: Generation) -> dict[str, str]:
+        """Return the version of each row by its id."""
+        return {row.id: row.version for row in self._all_rows(generation)}
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return items that a generation lacks; see `Store`. A queue keeps ids for later calls."""

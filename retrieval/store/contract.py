@@ -154,15 +154,19 @@ class Store(ABC):
         for start in range(0, len(names), _CHANGED_AT_ONCE):
             if time.monotonic() > stop_at():
                 raise TooSlow(f"The change takes too long: {count:,} items were changed.")
-            block = self.get(names[start : start + _CHANGED_AT_ONCE], arrays=True)
-            originals = self.originals(block)
-            items = [
-                replace(item.changed(changes), original=originals.get(item.id))
-                for item in block.values()
-            ]
-            self.upsert(items, bundle)
-            count += len(items)
+            count += self._change(names[start : start + _CHANGED_AT_ONCE], changes, bundle)
         return count
+
+    def _change(self, ids: Sequence[str], changes: Mapping[str, Any], bundle: str) -> int:
+        """Change a few items; return how many there were; see `update`."""
+        block = self.get(ids, arrays=True)
+        originals = self.originals(block)
+        items = [
+            replace(item.changed(changes), original=originals.get(item.id))
+            for item in block.values()
+        ]
+        self.upsert(items, bundle)
+        return len(items)
 
     @abstractmethod
     def delete(self, ids: Iterable[str] = (), *, filter: Filter | None = None) -> int:

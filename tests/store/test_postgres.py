@@ -2,6 +2,11 @@
 
 import hashlib
 import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -219,10 +224,12 @@ def test_an_update_keeps_what_others_change_meanwhile(index):
     assert (index.get(["a"])["a"].label, index.get(["a"])["a"].metadata) == ("59", {"n": 59})
 
 
-def test_a_server_that_is_killed_while_two_write_loses_nothing_acknowledged(index, server):
-    """Each call writes a pair of items and deletes an earlier pair; both happen or neither does.
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGQUIT])
+def test_a_server_that_is_killed_while_two_write_loses_nothing_acknowledged(index, server, how):
+    """SIGQUIT is Postgres's immediate shutdown: it ends all processes, and writes nothing more.
 
-    The words of the items are those of the labels afterwards.
+    Each call writes a pair of items and deletes an earlier pair; both happen or neither does. The
+    words of the items are those of the labels afterwards.
     """
     index.keep_words()
     kept: list[dict[str, str]] = [{}, {}]
@@ -257,7 +264,7 @@ def test_a_server_that_is_killed_while_two_write_loses_nothing_acknowledged(inde
         try:
             for _ in range(KILLS):
                 time.sleep(0.7)
-                server.kill()
+                server.kill(how)
                 time.sleep(0.3)
                 server.start()
             time.sleep(1)
@@ -411,6 +418,145 @@ def test_a_graph_is_built_anew_in_one_go(tmp_path, server, monkeypatch):
         until(lambda: connection.execute(scans, (f"{where.name}%v0",)).fetchone()[0] >= 20)
     assert reports == [(2000, 2000)] * 2
     PostgresPlace(where).drop()
+
+
+def test_a_migration_builds_the_graph_once_before_it_is_served(tmp_path, server, monkeypatch):
+    bundle = shared_bundle(seed=1, width=WIDTH + 5)
+    where = address(str(tmp_path))
+    place = PostgresPlace(where, exact=False)
+    graphs = "select count(*) from pg_indexes where indexname like %s and indexdef like %s"
+    with place.create(shared_bundle(), stores.widths_of(shared_bundle())) as store:
+        store.upsert(numbered_items(300), SERVED)
+        generation = store.begin(bundle, stores.widths_of(bundle))
+        with server.connect() as connection:
+            entry = (f"{store.collection(2)}%", "%hnsw%")
+            while pending := store.pending(generation, 100):
+                store.embed(generation, [random_item(item.id, 0, bundle) for item in pending])
+                assert connection.execute(graphs, entry).fetchone() == (0,)
+            late = opened(store)
+            switch = type(store)._build_graphs
+
+            def built(self, generation):
+                # Others write while the graph is built.
+                late.upsert([random_item("late")], SERVED)
+                switch(self, generation)
+
+            monkeypatch.setattr(type(store), "_build_graphs", built)
+            assert store.switch(generation) is False
+            monkeypatch.setattr(type(store), "_build_graphs", None)
+            store.embed(
+                generation,
+                [random_item(item.id, 0, bundle) for item in store.pending(generation, 9)],
+            )
+            assert store.switch(generation) is True
+            assert connection.execute(graphs, entry).fetchone() == (1,)
+        late.close()
+        (hits,) = store.search(random_item("late", 0, bundle).vector[None], 1, bundle.sha256)
+        assert [item.id for item in hits] == ["late"]
+    place.drop()
+
+
+def test_the_newest_items_come_first_before_and_after_a_migration(index):
+    bundle = shared_bundle(seed=1, width=WIDTH + 5)
+    index.upsert(numbered_items(6), SERVED)
+    index.update(["id 2"], {"label": "new"}, SERVED)
+    expected = ["id 2", "id 5", "id 4", "id 3", "id 1", "id 0"]
+
+    def pages() -> list[str]:
+        ids = []
+        page = index.newest(limit=2)
+        while page:
+            ids += [item.id for _, item in page]
+            page = index.newest(before=page[-1][0], limit=2)
+        return ids
+
+    assert pages() == expected
+    generation = index.begin(bundle, stores.widths_of(bundle))
+    while pending := index.pending(generation, 10):
+        index.embed(generation, [random_item(item.id, 0, bundle) for item in pending])
+    assert index.switch(generation) and pages() == expected
+    index.upsert([random_item("late", 0, bundle)], bundle.sha256)
+    assert [item.id for _, item in index.newest(limit=1)] == ["late"]
+    (kept,) = index.newest(parse_filter("label = 'new'"))
+    assert kept[1].id == "id 2"
+    with pytest.raises(DataError, match="can never match"):
+        index.newest(parse_filter("price = 'much'"))
+
+
+def test_equality_in_metadata_asks_an_index(index, server):
+    index.upsert(numbered_items(3000), SERVED)
+    table = index.collection(1)
+    scans = "select sum(idx_scan) from pg_stat_user_indexes where indexrelname like %s"
+    with server.connect() as connection:
+        connection.execute(f'analyze "{table}"')
+        for text, column in (
+            ("price = 2.5 and tags = 'odd'", "metadata"),
+            ("label = 'x'", "label"),
+        ):
+            filter = parse_filter(text)
+            expected = [
+                item
+                for item in index.scan(limit=3000)
+                if matches(filter, item.id, item.label, item.metadata)
+            ]
+            assert index.count(filter) == len(expected)
+            # A connection that ends tells what it did.
+            index._client.close_idle()
+            entry = (f"{table}_{column}_idx",)
+            until(lambda entry=entry: connection.execute(scans, entry).fetchone()[0] >= 1)
+
+
+SERVERS = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+CERTIFY = (
+    "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    " -addext subjectAltName=DNS:localhost -out {0}.pem -keyout {0}.key"
+)
+
+
+@pytest.mark.skipif("not SERVERS or shutil.which('openssl') is None")
+def test_tls_with_a_certificate_of_ones_own(monkeypatch, cli):
+    """The server with pgvector speaks no TLS, so this is one of Debian's, which lacks pgvector."""
+    with tempfile.TemporaryDirectory() as temporary, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        probe.close()
+        folder = Path(temporary)
+        for name in ("server", "other"):
+            command = CERTIFY.format(name).split()
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
+        shutil.chown(folder, "nobody")
+        shutil.chown(folder / "server.key", "nobody")
+        data = folder / "data"
+        create = [SERVERS[-1].with_name("initdb"), "-D", data, "-U", "postgres", "-A", "trust"]
+        subprocess.run(create, check=True, capture_output=True, user="nobody", cwd=folder)
+        (data / "pg_hba.conf").write_text("hostssl all all all trust\n")
+        options = [
+            "ssl=on",
+            f"ssl_cert_file={folder}/server.pem",
+            f"ssl_key_file={folder}/server.key",
+        ]
+        words = [word for option in options for word in ("-c", option)]
+        command = [SERVERS[-1], "-D", data, "-k", folder, "-h", "127.0.0.1", "-p", port, *words]
+        process = subprocess.Popen(
+            command, user="nobody", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        where = f"postgresql://localhost:{port}/postgres/photos?timeout=10"
+        monkeypatch.setenv("PGUSER", "postgres")
+        try:
+            for mode, authority, sentence in (
+                ("require", None, "CREATE EXTENSION vector"),
+                ("verify-full", "server", "CREATE EXTENSION vector"),
+                ("verify-full", "other", "certificate verify failed"),
+                ("disable", None, "no encryption"),
+            ):
+                monkeypatch.setenv("PGSSLMODE", mode)
+                monkeypatch.setenv("PGSSLROOTCERT", f"{folder}/{authority or 'none'}.pem")
+                result = cli("index", "list", where)
+                assert result.code == 2 and sentence in result.err, result.err
+                assert "Traceback" not in result.err
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 def test_passwords_are_read_from_the_environment_and_never_shown(

@@ -2,8 +2,11 @@
 
 import hashlib
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,8 @@ from retrieval.plugin import stores
 from retrieval.store.filters import parse_filter
 
 from retrieval_engines import RemotePlace, testing
-from retrieval_engines.testing.bench import numbered_items, random_item
+from retrieval_engines.register import REGISTER
+from retrieval_engines.testing.bench import numbered_items, random_item, run_together
 from retrieval_engines.testing.small_bundles import WIDTH, shared_bundle
 
 pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed")
@@ -175,6 +179,59 @@ def test_what_comes_behind_the_switch_is_refused(two, monkeypatch):
     back = index.generations()[0]
     index.pending(back, 10)
     assert index.switch(back) is True and index.count() == 20
+
+
+def test_two_who_change_an_item_at_once_lose_nothing(index):
+    """Each has a store of its own, as two processes have; an original moves with its item."""
+    index.upsert([random_item("a", metadata={"n": -1}, original=b"x" * 100_000)], SERVED)
+    rounds = 25
+    met = []
+
+    def change(store: Any, name: str) -> None:
+        exchange = store._exchange_rows
+
+        def counted(*arguments):
+            missed = exchange(*arguments)
+            met.append(len(missed))
+            return missed
+
+        store._exchange_rows = counted
+        for n in range(rounds):
+            entry = str(n) if name == "label" else {name: n}
+            key = "label" if name == "label" else "metadata"
+            assert store.update(["a"], {key: entry}, SERVED) == 1
+
+    others = [InProcess(stores.Address.parse(index.address)).open() for _ in range(3)]
+    errors = run_together(
+        *(
+            partial(change, store, name)
+            for store, name in zip(others, ["label", "n", "m"], strict=True)
+        )
+    )
+    assert errors == []
+    assert sum(met), "nobody met anybody"
+    item = index.get(["a"])["a"]
+    assert (item.label, item.metadata) == ("24", {"n": 24, "m": 24})
+    assert index.original("a") == b"x" * 100_000
+    ids = [row.record.get("id", "") for row in index._all_rows(REGISTER)]
+    pieces = [id for id in ids if len(id.partition(".")[0]) == len(uuid.uuid4().hex)]
+    assert len(pieces) == 3, "pieces of earlier versions are left"
+
+
+def test_a_change_does_not_bring_back_what_another_deletes(index, monkeypatch):
+    index.upsert([random_item("a")], SERVED)
+    other = InProcess(stores.Address.parse(index.address)).open()
+    _before(monkeypatch, index, "_exchange_rows", lambda: other.delete(["a"]))
+    assert index.update(["a"], {"label": "new"}, SERVED) == 0
+    assert index.count() == 0
+
+
+def test_a_server_that_would_ignore_the_condition_is_refused(index, monkeypatch):
+    index.upsert([random_item("a")], SERVED)
+    monkeypatch.setattr(MEMORY, "info", lambda: SimpleNamespace(version="1.16.3"), raising=False)
+    with pytest.raises(retrieval.errors.StoreError, match=r"Qdrant 1\.16\.3 cannot .* 1\.17"):
+        index.update(["a"], {"label": "new"}, SERVED)
+    assert index.get(["a"])["a"].label is None
 
 
 def test_numbers_that_begin_alike_are_two_generations(index):

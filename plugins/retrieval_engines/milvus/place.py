@@ -42,7 +42,7 @@ class MilvusPlace(RemotePlace):
         timeout: float = 30.0,
         exact: bool = True,
     ) -> None:
-        super().__init__(address)
+        super().__init__(address, timeout, exact)
         check_name(address, _NAME, "200 characters, which are letters, digits and single '_'")
         if ca and not tls:
             raise StoreError(
@@ -53,8 +53,6 @@ class MilvusPlace(RemotePlace):
         self._database = database
         self._tls = tls
         self._ca = ca
-        self._timeout = timeout
-        self._exact = exact
 
     def store(self) -> RemoteStore:
         """Return a connected store; see `RemotePlace`."""

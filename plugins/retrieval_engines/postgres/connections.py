@@ -35,7 +35,7 @@ class Connections:
         self._most = most
         self._parameters = parameters
         self._free = threading.BoundedSemaphore(most)
-        self._turn = threading.Lock()
+        # Python's lists need no lock for `append` and `pop`.
         self._idle: list[Connection] = []
         self._closed = False
 
@@ -53,9 +53,8 @@ class Connections:
                 " Try again, or allow more with ?connections=NUMBER."
             )
         try:
-            with self._turn:
-                if self._idle:
-                    return self._idle.pop()
+            with suppress(IndexError):
+                return self._idle.pop()
             return self._connect()
         except BaseException:
             self._free.release()
@@ -93,17 +92,16 @@ class Connections:
         """End the transaction of a connection, and keep the connection unless it is broken."""
         with suppress(psycopg.Error):
             connection.rollback()
-        with self._turn:
-            if self._closed or connection.closed:
-                connection.close()
-            else:
-                self._idle.append(connection)
+        if self._closed:
+            connection.close()
+        if not connection.closed:
+            self._idle.append(connection)
         self._free.release()
 
     def close_idle(self) -> None:
         """Close the connections that are not in use."""
-        with self._turn:
-            while self._idle:
+        with suppress(IndexError):
+            while True:
                 self._idle.pop().close()
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class PostgresPlace(RemotePlace):
         exact: bool = True,
         connections: int = 8,
     ) -> None:
-        super().__init__(address)
+        super().__init__(address, timeout, exact)
         check_name(address, _NAME, "40 characters, which are letters, digits and single '_'")
         if address.path.strip("/").count("/") > 1:
             raise StoreError(
@@ -45,10 +45,6 @@ class PostgresPlace(RemotePlace):
             )
         if not 1 <= connections <= 1000:
             raise StoreError(f"{address}: write connections=NUMBER with 1 to 1,000 connections.")
-        if not (math.isfinite(timeout) and timeout > 0):
-            raise StoreError(f"{address}: write timeout=SECONDS with a number above 0.")
-        self._timeout = timeout
-        self._exact = exact
         self._connections = connections
 
     def store(self) -> RemoteStore:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, LiteralString, TypeAlias
 
-import numpy as np
 import psycopg
 from psycopg.sql import SQL, Composed, Identifier, Literal
 from psycopg.types.json import Jsonb
@@ -18,23 +17,24 @@ from retrieval.store.contract import stop_at
 from retrieval.store.copy_store import PAGE
 from retrieval.store.filters import Filter
 from retrieval.store.filters.tree import Field, Joint
-from retrieval.store.items import VECTOR, Floats, Generation, usable
+from retrieval.store.items import Floats, Generation, Item, usable
 from retrieval.store.words import WITHOUT_WORDS
 
 from retrieval_engines.postgres import words
 from retrieval_engines.postgres.connections import Connection, Connections, to_json
-from retrieval_engines.register import RegisterContent
+from retrieval_engines.register import REGISTER, RegisterContent
 from retrieval_engines.remote_store import Conditions, RemoteStore, one_line
-from retrieval_engines.rows import PIECE_BYTES, Row, apart
+from retrieval_engines.rows import Row
 
 # pgvector keeps longer vectors neither in a table, nor in a graph of float32 or float16.
 MOST_NUMBERS = 16_000
 MOST_IN_GRAPH = 2_000
 MOST_IN_HALF_GRAPH = 4_000
+# Larger than every number.
+MOST_WRITES = (1 << 63) - 1
 # Width of a graph's search; pgvector takes up to 1,000.
 MIN_BREADTH = 100
 MAX_BREADTH = 1_000
-PIECES_AT_ONCE = 64
 # Classes of SQLSTATE after which a retry may succeed: lost connections, conflicts, shortages,
 # locks, shutdowns and timeouts. After 53100 (the disk is full) it does not.
 PASSING = ("08", "40", "53", "55", "57")
@@ -42,10 +42,9 @@ FULL = "53100"
 # A server that refuses a connection gives no SQLSTATE.
 REFUSED = re.compile("authentication failed|no password|pg_hba.conf|does not exist|permission")
 EXACTLY = SQL("set local enable_indexscan = off")
-GRAPH = SQL("set local hnsw.ef_search = {}; set local hnsw.iterative_scan = relaxed_order")
+BROADLY = SQL("set local hnsw.ef_search = {}; set local hnsw.iterative_scan = relaxed_order")
 OPS = {"<": SQL("<"), "<=": SQL("<="), ">": SQL(">"), ">=": SQL(">="), "!=": SQL("<>")}
 JOINTS = {"and": SQL(" and "), "or": SQL(" or ")}
-BEGIN = SQL("begin; {limits}")
 WRITE = SQL(
     # After the lock, each statement sees what earlier writers wrote.
     "begin isolation level read committed read write; {limits};"
@@ -54,12 +53,36 @@ WRITE = SQL(
     " select pg_advisory_xact_lock(hashtextextended({lock}, 0))"
 )
 READ = SQL("begin isolation level repeatable read read only; {limits}")
+BUILD = SQL("begin isolation level read committed read write; {limits}")
 LIMITS = SQL(
     "set local statement_timeout = {}; set local idle_in_transaction_session_timeout = 0;"
     " set local jit = off"
 )
-COLUMNS = ("id", "label", "metadata", "record", "version")
-"""Columns of an item without arrays. `record` has the entries that have no column of their own."""
+COLUMNS = {
+    "id": "text",
+    "label": "text",
+    "version": "text",
+    "number": "int8",
+    "metadata": "jsonb",
+    "record": "jsonb",
+}
+"""Columns of an item without vectors. `record` has the entries that have no column of their own,
+`number` grows with each write."""
+TABLE = (
+    # Postgres finds vectors that stay in their row faster than those that it moves elsewhere.
+    'create table {table} (id text collate "C" primary key, label text collate "C", version text'
+    " not null, number bigint not null, metadata jsonb not null, record jsonb not null, {vectors})"
+    " with (toast_tuple_target = 8160)",
+    "create index on {table} (label)",
+    "create index on {table} (number)",
+    "create index on {table} using gin (metadata jsonb_path_ops)",
+)
+
+GRAPH = (
+    "create index {fresh} on {table} using hnsw (({column}) {operators})",
+    "drop index if exists {name}",
+    "alter index {fresh} rename to {name}",
+)
 
 Text: TypeAlias = SQL | Composed | Identifier | Literal
 Part: TypeAlias = tuple[Text, tuple[Any, ...]]
@@ -156,7 +179,7 @@ class PostgresStore(RemoteStore):
 
     def _run(self, call: Callable[[Connection], Any]) -> Any:
         """Return what `call` returns, in a transaction of its own outside of one."""
-        with self._transaction(BEGIN) as connection:
+        with self._transaction(READ) as connection:
             return self._request(call, connection)
 
     def _execute(self, text: LiteralString, *values: Any, **names: Text) -> list[tuple[Any, ...]]:
@@ -168,14 +191,16 @@ class PostgresStore(RemoteStore):
 
         return list(self._run(execute))
 
+    def _on(
+        self, generation: Generation, text: LiteralString, *values: Any, **names: Text
+    ) -> list[tuple[Any, ...]]:
+        """Return the rows of a statement on the table of a generation; see `_execute`."""
+        return self._execute(text, *values, table=self._table(generation), **names)
+
     # Tables
 
     def _table(self, generation: Generation) -> Identifier:
         return Identifier(self.collection(generation.number))
-
-    @property
-    def _pieces(self) -> Identifier:
-        return Identifier(f"{self._prefix}pieces")
 
     def _collections(self) -> list[str]:
         rows = self._execute("select tablename from pg_tables where schemaname = current_schema()")
@@ -188,7 +213,7 @@ class PostgresStore(RemoteStore):
 
     def _register(self) -> tuple[str | None, dict[str, Any]] | None:
         """Return the name of the table that is served, and the notes; None without an index."""
-        with self._transaction(BEGIN):
+        with self._reading():
             register: tuple[str | None, dict[str, Any]] | None = self._current.register
             return register
 
@@ -203,41 +228,37 @@ class PostgresStore(RemoteStore):
         return dict(register[1])
 
     def _change_register(self, text: LiteralString, *values: Any) -> None:
-        with self._transaction(BEGIN):
-            rows = self._execute(text, *values, self.name)
-            self._current.register = next(iter(rows), None)
+        rows = self._execute(text + " returning served, notes", *values)
+        self._current.register = next(iter(rows), None)
 
     def _move_alias(self, number: int | None) -> None:
-        if number is not None:
-            self._change_register(
-                "update retrieval_indexes set served = %s where name = %s returning served, notes",
-                self.collection(number),
-            )
-        elif self._register() is not None:
-            self._change_register("delete from retrieval_indexes where name = %s")
+        if number is None:
+            if self._register() is not None:
+                self._change_register("delete from retrieval_indexes where name = %s", self.name)
+            return
+        self._change_register(
+            "update retrieval_indexes set served = %s where name = %s",
+            self.collection(number),
+            self.name,
+        )
 
     def _write_notes(self, notes: Mapping[str, Any]) -> None:
         self._change_register(
-            "update retrieval_indexes set notes = notes || %s where name = %s"
-            " returning served, notes",
+            "update retrieval_indexes set notes = notes || %s where name = %s",
             Jsonb(dict(notes)),
+            self.name,
         )
 
     def _create_collection(self, generation: Generation) -> None:
-        table = self._table(generation)
         if not generation.number:
             self._execute(
                 'create table if not exists retrieval_indexes (name text collate "C" primary key,'
                 " served text, notes jsonb not null)"
             )
             self._change_register(
-                "insert into retrieval_indexes values (%s, null, '{{}}') returning served, notes"
+                "insert into retrieval_indexes values (%s, null, '{{}}')", self.name
             )
-            self._execute(
-                "create table {pieces} (owner text, number int, content bytea not null,"
-                " primary key (owner, number))",
-                pieces=self._pieces,
-            )
+            self._on(generation, "create table {table} (id text primary key, content bytea)")
             return
         widths = [stop - start for start, stop in generation.spans]
         most = MOST_NUMBERS if self._exact else MOST_IN_HALF_GRAPH
@@ -251,15 +272,10 @@ class PostgresStore(RemoteStore):
             SQL("{} vector({})").format(Identifier(f"v{space}"), Literal(width))
             for space, width in enumerate(widths)
         ]
-        # Postgres finds vectors that stay in their row faster than those that it moves elsewhere.
-        self._execute(
-            'create table {table} (id text collate "C" primary key, label text collate "C",'
-            " metadata jsonb not null, record jsonb not null, version text not null, arrays bytea,"
-            " {vectors}) with (toast_tuple_target = 8160)",
-            table=table,
-            vectors=SQL(", ").join(vectors),
-        )
-        if not self._exact:
+        for text in TABLE:
+            self._on(generation, text, vectors=SQL(", ").join(vectors))
+        # A later generation is filled first: `switch`.
+        if not self._exact and generation.number == 1:
             self._build_graphs(generation)
 
     def _build_graphs(self, generation: Generation) -> None:
@@ -270,19 +286,24 @@ class PostgresStore(RemoteStore):
             if stop - start > MOST_IN_GRAPH:
                 operators = "halfvec_l2_ops"
             name = f"{self.collection(generation.number)}_v{space}"
-            self._execute(
-                "create index {fresh} on {table} using hnsw (({column}) {operators})",
-                fresh=Identifier(f"{name}_"),
-                table=self._table(generation),
-                column=_searched(generation, space)[0],
-                operators=SQL(operators),
-            )
-            self._execute("drop index if exists {name}", name=Identifier(name))
-            self._execute(
-                "alter index {fresh} rename to {name}",
-                fresh=Identifier(f"{name}_"),
-                name=Identifier(name),
-            )
+            for text in GRAPH:
+                self._on(
+                    generation,
+                    text,
+                    name=Identifier(name),
+                    fresh=Identifier(f"{name}_"),
+                    column=_searched(generation, space)[0],
+                    operators=SQL(operators),
+                )
+
+    def switch(self, generation: Generation) -> bool:
+        """Serve another generation; see `Store`. Its graph is built before, while others write."""
+        graph = f"{self.collection(generation.number)}_v0"
+        lacks = self._execute("select to_regclass(quote_ident(%s)) is null", graph)
+        if not self._exact and lacks == [(True,)]:
+            with self._transaction(BUILD):
+                self._build_graphs(generation)
+        return super().switch(generation)
 
     def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
         """Build the served generation's graph anew, in one go; see `Store`. Writers wait for it."""
@@ -304,118 +325,110 @@ class PostgresStore(RemoteStore):
 
     # Items
 
-    def _write_pieces(self, owner: str, content: Iterable[bytes]) -> int:
-        pieces = (
-            part[start : start + PIECE_BYTES]
-            for part in content
-            for start in range(0, len(part), PIECE_BYTES)
-        )
-        rows = ((owner, number, piece) for number, piece in enumerate(pieces))
-        columns = {"owner": "text", "number": "int4", "content": "bytea"}
-        return self._copy(self._pieces, columns, rows)
+    def _write_bytes(self, pieces: Mapping[str, bytes]) -> None:
+        types = {"id": "text", "content": "bytea"}
+        self._copy(self._table(REGISTER), types, pieces.items())
 
-    def _read_pieces(self, owner: str, count: int) -> Iterator[bytes]:
-        for start in range(0, count, PIECES_AT_ONCE):
-            for (content,) in self._execute(
-                "select content from {pieces} where owner = %s and number >= %s"
-                " order by number limit %s",
-                owner,
-                start,
-                PIECES_AT_ONCE,
-                pieces=self._pieces,
-            ):
-                yield content
-
-    def _delete_pieces(self, owner: str, count: int) -> None:
-        self._execute("delete from {pieces} where owner = %s", owner, pieces=self._pieces)
+    def _read_bytes(self, names: Sequence[str]) -> dict[str, bytes]:
+        text = "select id, content from {table} where id = any(%s)"
+        return dict(self._on(REGISTER, text, list(names)))
 
     def _copy(
         self, table: Identifier, columns: Mapping[str, str], rows: Iterable[Sequence[Any]]
-    ) -> int:
-        """Add rows to a table, whose columns have these types; return the number of rows."""
-        text = SQL("copy {} ({}) from stdin (format binary)").format(
-            table, SQL(", ").join(map(Identifier, columns))
-        )
+    ) -> None:
+        """Add rows to a table, whose columns have these types."""
+        text = SQL("copy {} ({}) from stdin (format binary)").format(table, _names(columns))
 
-        def copy(connection: Connection) -> int:
-            count = 0
+        def copy(connection: Connection) -> None:
             with connection.cursor() as cursor, cursor.copy(text) as target:
                 target.set_types(list(columns.values()))
                 for row in rows:
                     target.write_row(row)
-                    count += 1
-            return count
 
-        return int(self._run(copy))
+        self._run(copy)
 
     def _write_rows(self, generation: Generation, rows: Sequence[Row]) -> None:
+        ((last,),) = self._on(generation, "select coalesce(max(number), 0) from {table}")
         self._delete_rows(generation, [row.id for row in rows])
-        types = dict(zip(COLUMNS, ("text", "text", "jsonb", "jsonb", "text"), strict=True))
         vectors = {f"v{space}": "vector" for space in range(len(generation.spans))}
-        columns = {**types, "arrays": "bytea", **vectors}
-        self._copy(self._table(generation), columns, (_values(row, generation) for row in rows))
+        nothing: Sequence[Any] = [None] * len(vectors)
+        values = []
+        for number, row in enumerate(rows, last + 1):
+            record, numbers = row.split(generation)
+            # A migration keeps the numbers.
+            record.setdefault("number", number)
+            own = [record.pop(name) for name in COLUMNS if name != "record"]
+            own[-1] = Jsonb(own[-1])
+            values.append([*own, Jsonb(record), *(numbers or nothing)])
+        self._copy(self._table(generation), COLUMNS | vectors, values)
         if self._has_words(generation):
             self._write_words(rows)
 
     def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
-        tables = [self._table(generation)]
-        if self._has_words(generation):
-            tables.append(self._words)
-        for table in tables:
-            self._execute("delete from {table} where id = any(%s)", list(ids), table=table)
+        self._on(generation, "delete from {table} where id = any(%s)", list(ids))
+        if generation.number and self._has_words(generation):
+            text: LiteralString = "delete from {words} where id = any(%s)"
+            self._execute(text, list(ids), words=self._words)
 
     def _read_rows(
         self, generation: Generation, ids: Sequence[str], arrays: bool = False
     ) -> list[Row]:
         if not ids:
             return []
-        rows = self._execute(
-            "select {columns} from {table} where id = any(%s)",
-            list(ids),
-            table=self._table(generation),
-            columns=_columns("arrays", "v0") if arrays else _columns(),
-        )
-        return [_row(row, generation) for row in rows]
+        columns = PLAIN
+        if arrays:
+            columns = WHOLE
+        text = "select {columns} from {table} where id = any(%s)"
+        return list(map(_row, self._on(generation, text, list(ids), columns=columns)))
 
     def _read_page(
         self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
+        # No id is empty.
+        return self._page(generation, conditions, ("id", "id > %s", after or ""), limit)
+
+    def _page(
+        self,
+        generation: Generation,
+        conditions: Conditions,
+        order: tuple[LiteralString, LiteralString, Any],
+        limit: int,
+    ) -> list[Row]:
         where, values = _all_of(conditions)
-        rows = self._execute(
-            "select {columns} from {table} where id > %s and {where} order by id limit %s",
-            # No id is empty.
-            after or "",
+        key, beyond, last = order
+        rows = self._on(
+            generation,
+            "select {columns} from {table} where {beyond} and {where} order by {key} limit %s",
+            last,
             *values,
             limit,
-            table=self._table(generation),
-            columns=_columns(),
+            columns=PLAIN,
             where=where,
+            beyond=SQL(beyond),
+            key=SQL(key),
         )
-        return [_row(row, generation) for row in rows]
+        return list(map(_row, rows))
 
     def _count_rows(self, generation: Generation, conditions: Conditions) -> int:
         where, values = _all_of(conditions)
-        table = self._table(generation)
-        ((count,),) = self._execute(
-            "select count(*) from {table} where {where}", *values, table=table, where=where
-        )
+        text: LiteralString = "select count(*) from {table} where {where}"
+        ((count,),) = self._on(generation, text, *values, where=where)
         return int(count)
 
-    def _differences(
-        self, generation: Generation, served: Generation
-    ) -> tuple[list[str], list[str]]:
-        tables = {"own": self._table(generation), "served": self._table(served)}
-        lacking = self._execute(
-            "select id from {served} as s where not exists"
-            " (select from {own} as o where o.id = s.id and o.version = s.version)",
-            **tables,
-        )
-        deleted = self._execute(
-            "select id from {own} as o where not exists"
-            " (select from {served} as s where s.id = o.id)",
-            **tables,
-        )
-        return [id for (id,) in lacking], [id for (id,) in deleted]
+    def newest(
+        self, filter: Filter | None = None, *, before: int | None = None, limit: int = 1000
+    ) -> list[tuple[int, Item]]:
+        """Return a page of items, the newest first; see `Store`."""
+        with self._reading():
+            served = self._read_register().served
+            order = ("number desc", "number < %s", before or MOST_WRITES)
+            found = self._page(served, self._conditions(filter), order, limit)
+        if not found:
+            self.refuse_impossible(filter)
+        return [(row.record["number"], row.item()) for row in found]
+
+    def _versions(self, generation: Generation) -> dict[str, str]:
+        return dict(self._on(generation, "select id, version from {table}"))
 
     def _nearest_ids(
         self,
@@ -446,7 +459,7 @@ class PostgresStore(RemoteStore):
         if self._exact:
             return nearest(EXACTLY, queries)
         breadth = min(max(MIN_BREADTH, 2 * count), MAX_BREADTH)
-        answers = nearest(GRAPH.format(Literal(breadth)), queries)
+        answers = nearest(BROADLY.format(Literal(breadth)), queries)
         # The search of a graph may end before it has found as many that match a filter.
         short = [number for number, ids in enumerate(answers) if len(ids) < count]
         for number, ids in zip(short, nearest(EXACTLY, queries[short]), strict=True):
@@ -526,39 +539,42 @@ class PostgresStore(RemoteStore):
             if op == "exists":
                 return SQL("({} is not null)").format(column), ()
             if op == "=":
-                return SQL("coalesce({} = any(%s), false)").format(column), (list(values),)
+                return SQL("({0} is not null and {0} = any(%s))").format(column), (list(values),)
             return SQL("coalesce({} {} %s, false)").format(column, OPS[op]), tuple(values)
+        if op == "=":
+            # A list holds a value that equals one of its elements.
+            objects = [_nested(field, each) for value in values for each in (value, [value])]
+            return SQL("(metadata @> any(%s::jsonb[]))"), (list(map(to_json, objects)),)
         # An operand of text finds a name in an object, and nothing in a list.
         value = SQL("(metadata{})").format(SQL("").join([SQL(" -> %s::text")] * len(field)))
         if op == "exists":
             return SQL("({} is not null)").format(value), field
-        operands = list(map(to_json, values))
-        if op == "=":
-            # A list holds a value that equals one of its elements.
-            text = SQL(
-                "coalesce(case jsonb_typeof({0}) when 'array' then exists (select from"
-                " jsonb_array_elements({0}) where value = any(%s::jsonb[]))"
-                " else {0} = any(%s::jsonb[]) end, false)"
-            )
-            return text.format(value), (*field, *field, operands, *field, operands)
-        (operand,) = operands
+        operand = to_json(values[0])
         if op == "!=":
             # A list is within another if each of its elements equals one of the other's.
             text = SQL("coalesce(not {} <@ jsonb_build_array(%s::jsonb), false)")
             return text.format(value), (*field, operand)
-        # jsonpath compares text by code points, and nothing with a value of another type.
-        text = SQL(
-            "coalesce(case jsonb_typeof({0})"
-            " when 'array' then jsonb_path_exists({0}, %s::jsonpath, %s::jsonb, true)"
-            " else jsonb_path_exists({0}, %s::jsonpath, %s::jsonb, true) end, false)"
-        )
-        bound = f'{{"bound": {operand}}}'
-        elements, single = (f"strict {start} ? (@ {op} $bound)" for start in ("$[*]", "$"))
-        return text.format(value), (*field, *field, elements, bound, *field, single, bound)
+        # jsonpath compares text by code points, and nothing with a value of another type. It looks
+        # into a list, but not into a list in a list.
+        path = f'$ ? (@.type() != "array" && @ {op} $bound)'
+        text = SQL("coalesce(jsonb_path_exists({}, %s::jsonpath, %s::jsonb, true), false)")
+        return text.format(value), (*field, path, f'{{"bound": {operand}}}')
 
 
-def _columns(*more: str) -> Composed:
-    return SQL(", ").join(map(Identifier, (*COLUMNS, *more)))
+def _nested(field: Sequence[str], value: Any) -> Any:
+    """Return an object that has a value in a field."""
+    for name in reversed(field):
+        value = {name: value}
+    return value
+
+
+def _names(names: Iterable[str]) -> Composed:
+    return SQL(", ").join(map(Identifier, names))
+
+
+# Most reads do not need arrays, which are long.
+PLAIN = SQL("{}, record - 'arrays'").format(_names(name for name in COLUMNS if name != "record"))
+WHOLE = _names((*COLUMNS, "v0"))
 
 
 def _all_of(conditions: Conditions) -> Part:
@@ -576,34 +592,11 @@ def _searched(generation: Generation, space: int) -> tuple[Composed, Composed]:
     return SQL("{}{}").format(Identifier(f"v{space}"), half), half
 
 
-def _values(row: Row, generation: Generation) -> list[Any]:
-    """Return the values of a row's columns."""
-    record = {name: entry for name, entry in row.record.items() if name not in COLUMNS}
-    values = [
-        row.id,
-        row.record["label"],
-        Jsonb(row.record["metadata"]),
-        Jsonb(record),
-        row.version,
-    ]
-    if not row.arrays:
-        return [*values, None, *[None] * len(generation.spans)]
-    arrays = b"".join(row.arrays[name].astype("<f4").tobytes() for name in apart(generation))
-    vector = row.arrays[VECTOR]
-    return [*values, arrays, *(vector[start:stop] for start, stop in generation.spans)]
-
-
-def _row(values: Sequence[Any], generation: Generation) -> Row:
+def _row(values: Sequence[Any]) -> Row:
     own = dict(zip(COLUMNS, values, strict=False))
     record = own.pop("record") | own
-    arrays: dict[str, Floats] = {}
+    vector = None
     # The item has arrays, and they were read.
     if len(values) > len(COLUMNS) and values[-1] is not None:
-        content, vector = values[len(COLUMNS) :]
-        start = 0
-        for name in apart(generation):
-            width = generation.widths[name]
-            arrays[name] = np.frombuffer(content, "<f4", width, start)
-            start += 4 * width
-        arrays.setdefault(VECTOR, vector.to_numpy())
-    return Row(record, arrays)
+        vector = values[-1].to_numpy()
+    return Row.joined(record, vector)

@@ -29,12 +29,10 @@ class QdrantPlace(RemotePlace):
     def __init__(
         self, address: stores.Address, tls: bool = False, timeout: float = 30.0, exact: bool = True
     ) -> None:
-        super().__init__(address)
+        super().__init__(address, timeout, exact)
         rule = "100 characters, which are letters, digits, '_', '-' and single '.'"
         check_name(address, _NAME, rule)
         self._tls = tls
-        self._timeout = timeout
-        self._exact = exact
 
     def store(self) -> RemoteStore:
         """Return a store that is connected; see `RemotePlace`."""

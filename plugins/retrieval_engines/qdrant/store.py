@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from qdrant_client.http.exceptions import (
     ResponseHandlingException,
     UnexpectedResponse,
 )
+from retrieval.errors import StoreError
 from retrieval.store.items import Floats, Generation
 
 from retrieval_engines.remote_store import EXACT, Conditions, RemoteStore, one_line
@@ -28,6 +30,8 @@ PLAIN = models.PayloadSelectorExclude(exclude=["arrays"])
 NOTES = str(uuid.UUID(int=0))
 # A search that begins after a write must see it, and a replica may lag behind.
 EVERY_REPLICA = models.ReadConsistencyType.ALL
+# Qdrant 1.17 and later write a point only if it matches a filter.
+CONDITIONAL = (1, 17)
 RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
 
 
@@ -118,8 +122,9 @@ class QdrantStore(RemoteStore):
 
     # Items
 
-    def _upsert(self, number: int, points: list[models.PointStruct]) -> None:
-        self._request(self._client.upsert, self.collection(number), points, wait=True)
+    def _upsert(self, number: int, points: list[models.PointStruct], **options: Any) -> None:
+        name = self.collection(number)
+        self._request(self._client.upsert, name, points, wait=True, **options)
 
     def _retrieve(
         self, number: int, points: Sequence[str], arrays: bool = False
@@ -139,7 +144,7 @@ class QdrantStore(RemoteStore):
         )
         return list(answer)
 
-    def _write_rows(self, generation: Generation, rows: Sequence[Row]) -> None:
+    def _write_rows(self, generation: Generation, rows: Sequence[Row], **options: Any) -> None:
         for batch in Row.batches(rows, generation, BATCH_BYTES, 20):
             points = []
             for payload, vectors in batch:
@@ -147,7 +152,33 @@ class QdrantStore(RemoteStore):
                 points.append(
                     models.PointStruct(id=point_of(payload["id"]), vector=named, payload=payload)
                 )
-            self._upsert(generation.number, points)
+            self._upsert(generation.number, points, **options)
+
+    def _exchange_rows(
+        self, generation: Generation, rows: Sequence[Row], known: Mapping[str, str]
+    ) -> set[str]:
+        version = str(self._request(self._client.info).version)
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < CONDITIONAL:
+            # It would ignore the condition.
+            raise StoreError(
+                f"{self.address}: Qdrant {version} cannot change an item only if nobody else has"
+                " changed it. Upgrade the server to 1.17, or add the item as a whole."
+            )
+        same = [
+            models.Filter(
+                must=[
+                    models.HasIdCondition(has_id=[point_of(id)]),
+                    models.FieldCondition(key="version", match=models.MatchValue(value=version)),
+                ]
+            )
+            for id, version in known.items()
+        ]
+        only = models.UpdateMode.UPDATE_ONLY
+        self._write_rows(
+            generation, rows, update_filter=models.Filter(should=same), update_mode=only
+        )
+        written = {row.version for row in self._read_rows(generation, list(known))}
+        return {row.id for row in rows if row.version not in written}
 
     def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
         points = [point_of(id) for id in ids]
