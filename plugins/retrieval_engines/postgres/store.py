@@ -422,10 +422,10 @@ class PostgresStore(RemoteStore):
         with self._reading():
             served = self._read_register().served
             order = ("number desc", "number < %s", before or MOST_WRITES)
-            found = self._page(served, self._conditions(filter), order, limit)
-        if not found:
+            page = self._page(served, self._conditions(filter), order, limit)
+        if not page:
             self.refuse_impossible(filter)
-        return [(row.record["number"], row.item()) for row in found]
+        return [(row.record["number"], row.item()) for row in page]
 
     def _versions(self, generation: Generation) -> dict[str, str]:
         return dict(self._on(generation, "select id, version from {table}"))
@@ -543,7 +543,7 @@ class PostgresStore(RemoteStore):
             return SQL("coalesce({} {} %s, false)").format(column, OPS[op]), tuple(values)
         if op == "=":
             # A list holds a value that equals one of its elements.
-            objects = [_nested(field, each) for value in values for each in (value, [value])]
+            objects = [_nested(field, entry) for value in values for entry in (value, [value])]
             return SQL("(metadata @> any(%s::jsonb[]))"), (list(map(to_json, objects)),)
         # An operand of text finds a name in an object, and nothing in a list.
         value = SQL("(metadata{})").format(SQL("").join([SQL(" -> %s::text")] * len(field)))
