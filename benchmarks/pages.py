@@ -149,8 +149,8 @@ def mteb_scores() -> str:
     title = "Image retrieval in MTEB"
     return f"""{whole(rows("mteb_protocol", title))}
 
-A query's own picture is *not alone at the top* if another picture is at least as similar. Scores of
-MTEB with a similar name and another formula:
+A query's own picture is *not alone at the top* if another picture is at least as similar. The next
+table shows MTEB scores whose names are similar and whose formulas differ:
 
 {whole(rows("mteb_protocol", title, 1))}"""
 

@@ -67,7 +67,7 @@ if TYPE_CHECKING:  # `lazy_names` reads this list
         refuse_overflow as refuse_overflow,
     )
     from retrieval.model.model import full_precision as full_precision
-    from retrieval.model.pretrained import (
+    from retrieval.model.pretrained_network import (
         Network as Network,
         fetch as fetch,
         hub_from_cache_when_away as hub_from_cache_when_away,

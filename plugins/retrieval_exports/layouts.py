@@ -171,7 +171,8 @@ def _pages(
                 yield items
             meter.update(len(page))
     if not any_items:
-        raise DataError(f"The index {index.path} has no item to export.")
+        matching = " that matches the filter" if filter else ""
+        raise DataError(f"The index {index.path} has no item to export{matching}.")
 
 
 def _columns(items: list[Item], bundle: Bundle) -> dict[str, Any]:

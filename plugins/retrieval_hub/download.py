@@ -58,25 +58,25 @@ def bundle_folder(address: str) -> Path:
             f"{address} is not the address of a bundle on a hub. Write hf://OWNER/NAME,"
             " hf://OWNER/NAME@REVISION, or one of these with ?bundle=SHA256."
         )
-    repository = match[1]
-    commit = match[2] or ""
-    sizes = None
+    repository, revision, expected = match.groups()
     home = cache_folder() / "hub" / repository.replace("/", "--")
+    commit = revision or ""
     if not (_COMMIT.fullmatch(commit) and (home / commit).is_dir()):
         with hub_errors(address):
-            info = load_hub().HfApi().model_info(repository, revision=match[2], files_metadata=True)
+            info = load_hub().HfApi().model_info(repository, revision=revision, files_metadata=True)
         commit = str(info.sha)
-        sizes = {entry.rfilename: entry.size for entry in info.siblings or ()}
         if not _COMMIT.fullmatch(commit):
             raise BundleError(f"{address} cannot be used: the hub names no commit.")
+        sizes = {entry.rfilename: entry.size for entry in info.siblings or ()}
+        folder = home / commit
+        if not folder.is_dir():
+            make_folder(home)
+            with hold(folder, f"downloading {address}", BundleError):
+                if not folder.is_dir():
+                    _download(address, repository, commit, sizes, folder)
     folder = home / commit
-    if sizes is not None and not folder.is_dir():
-        make_folder(home)
-        with hold(folder, f"downloading {address}", BundleError):
-            if not folder.is_dir():
-                _download(address, repository, commit, sizes, folder)
     sha256 = hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
-    if match[3] not in (None, sha256):
+    if expected not in (None, sha256):
         raise BundleError(f"{address} holds the bundle {sha256}, another than the address names.")
     return folder
 

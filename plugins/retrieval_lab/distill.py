@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from retrieval.base.arrays import Floats32, Ints
+from retrieval.base.arrays import Ints, unit_rows
 from retrieval.base.csv_table import csv_text
 from retrieval.base.files import make_folder, whole_file, write_json, write_text
 from retrieval.base.folder_kinds import StrPath, kind_of
@@ -150,7 +150,7 @@ def distill(
     _begin(run, plan, resume=resume, replace=replace)
     vectors = _embeddings(run / "embeddings", encoder, files)
     # fitted on the training photos alone, so that the agreement on the others is honest
-    reduced = _unit(vectors @ _basis(vectors[training], width))
+    reduced = unit_rows(vectors @ _basis(vectors[training], width))
     ids = np.unique(classes, return_inverse=True)[1].astype(np.int64)
     with whole_file(run / "teacher.npz", DataError) as path, path.open("wb") as file:
         np.savez(file, vectors=reduced[training], classes=ids[training])
@@ -168,14 +168,14 @@ def distill(
     test_files = [files[i] for i in held_out]
     student_vectors, student_speed = _timed(bundle, test_files)
     _, teacher_speed = _timed(encoder, test_files[:_TIMED])
-    student_vectors = _unit(student_vectors)
+    student_vectors = unit_rows(student_vectors)
     return Distillation(
         bundle=output,
         run=folder,
         trained=len(training),
         held_out=len(held_out),
         cosine=float((student_vectors * reduced[held_out]).sum(1).mean()),
-        neighbours=_overlap(student_vectors, _unit(vectors[held_out])),
+        neighbours=_overlap(student_vectors, unit_rows(vectors[held_out])),
         images_per_second=(student_speed, teacher_speed),
     )
 
@@ -279,12 +279,6 @@ def _basis(vectors: Embeddings, dimensions: int) -> Embeddings:
     _, directions = np.linalg.eigh(vectors.T.astype(np.float64) @ vectors)
     basis: Embeddings = directions[:, ::-1][:, :dimensions].astype(np.float32)
     return basis
-
-
-def _unit(vectors: Floats32) -> Embeddings:
-    length = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit: Embeddings = vectors / np.maximum(length, np.finfo(np.float32).tiny)
-    return unit
 
 
 def _recipe(work: Path, student: Student, dimensions: int, photos: int) -> Mapping[str, Any]:

@@ -13,12 +13,12 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
-from retrieval.base.arrays import Array, Floats32, Ints
+from retrieval.base.arrays import Array, Floats32, Ints, unit_rows
 from retrieval.errors import DataError, first_line, needing, printable
 from retrieval.helpers import Meter, cache_folder, strict_loads, to_png
 from retrieval.plugin import Dataset
 
-from retrieval_models.items import pictures, unit
+from retrieval_models.pictures import pictures
 
 KEY = "RETRIEVAL_ENDPOINT_KEY"
 """Environment variable of the key that is sent to the endpoint."""
@@ -105,7 +105,7 @@ class Endpoint:
             ) from error
         if len({len(vector) for vector in vectors}) > 1:
             raise DataError(f"{self.url} gave vectors of different dimensions.")
-        return unit(np.stack(vectors))
+        return unit_rows(np.stack(vectors))
 
     def _embedded(
         self, client: Any, cache: sqlite3.Connection, urls: Sequence[str]

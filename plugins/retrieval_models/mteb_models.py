@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from retrieval.base.arrays import Array, Ints
+from retrieval.base.arrays import Array, Ints, unit_rows
 from retrieval.errors import DataError, needing
 from retrieval.helpers import Meter
 from retrieval.plugin import Dataset
 
-from retrieval_models.items import pictures, unit
+from retrieval_models.pictures import pictures
 
 TASK = "CUB200I2IRetrieval"
 """MTEB's task of finding images by images; a model that has prompts chooses them by its task."""
@@ -76,7 +76,7 @@ class MtebModel:
                 meter.update(len(chunk))
         joined = np.concatenate(parts)
         if self.is_cosine:
-            return unit(joined)
+            return unit_rows(joined)
         return joined
 
 

@@ -24,3 +24,10 @@ def as_rows(features: Any) -> Floats32:
     else:
         rows = features
     return np.atleast_2d(np.asarray(rows, dtype=np.float32))
+
+
+def unit_rows(vectors: Array) -> Floats32:
+    """Return vectors (N, D) of length 1, whose Euclidean distance orders as the cosine does."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    rows: Floats32 = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+    return rows

@@ -96,6 +96,8 @@ class Choice(click.Choice):  # type: ignore[type-arg]
 class Number(click.FloatRange):
     """A finite number within bounds; click accepts NaN within any bounds."""
 
+    name = "number"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number."""
         number = super().convert(value, param, ctx)

@@ -341,9 +341,9 @@ def with_data(run: Run, on: StrPath, side: str) -> Run:
     table, _ = read_table(on)
     if "data" not in table or table.keys() - {"data", "evaluate"}:
         raise RecipeError(["it must have [data], may have [evaluate], and nothing else."], str(on))
-    own = run.recipe.model_dump(exclude_unset=True)
+    table_of_run = run.recipe.model_dump(exclude_unset=True)
     objects = {name: part for name, part in run.recipe.objects.items() if name != "data"}
-    recipe = check_recipe({**own, "evaluate": {}, **table}, str(on), objects, run.plugins)
+    recipe = check_recipe({**table_of_run, "evaluate": {}, **table}, str(on), objects, run.plugins)
     with naming(on):
         dataset = build_dataset(recipe)
         if dataset.kind != run.dataset.kind:
@@ -352,7 +352,7 @@ def with_data(run: Run, on: StrPath, side: str) -> Run:
     return replace(run, recipe=recipe, dataset=dataset, splits=splits)
 
 
-KEYS = ("exclude", "relevant", "levels", "tags", "by", "gallery_items", "open_set")
+UNSERVED_KEYS = ("exclude", "relevant", "levels", "tags", "by", "gallery_items", "open_set")
 """Keys of `[evaluate]` for which no bundle is measured: a server's search cannot follow them."""
 
 
@@ -462,9 +462,9 @@ class Protocol:
     gallery: Items | None
 
     def refuse_bundle(self) -> None:
-        """Refuse to measure a bundle if a key of `KEYS` is set."""
+        """Refuse to measure a bundle if a key of `UNSERVED_KEYS` is set."""
         table = self.run.recipe.evaluate
-        if keys := [key for key in KEYS if getattr(table, key) not in (None, [])]:
+        if keys := [key for key in UNSERVED_KEYS if getattr(table, key) not in (None, [])]:
             raise DataError(
                 f"[evaluate] {', '.join(keys)}: a bundle cannot be measured under this protocol."
                 " Leave out the bundle, or remove this from the recipe."

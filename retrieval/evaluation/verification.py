@@ -326,12 +326,12 @@ def _draw(labels: Items, count: int, same: bool, random: np.random.Generator) ->
     dominates. If this gives too few distinct pairs, the classes of random items follow.
     """
     order = np.argsort(labels, kind="stable")
-    _, place, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    _, class_of_item, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     starts = np.cumsum(sizes) - sizes
     paired = np.flatnonzero(sizes > int(same))
 
     def classes() -> Items:
-        return np.concatenate([random.choice(paired, count), random.choice(place, count)])
+        return np.concatenate([random.choice(paired, count), random.choice(class_of_item, count)])
 
     pairs = np.empty((0, 2), np.int64)
     while len(pairs) < count:

@@ -171,24 +171,24 @@ def _keep(path: Path, previous: Path) -> None:
         link.replace(previous)
 
 
-def _flatten(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+def _flatten(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapped):
-        tensors[place] = value.tensor
-        return {"mapped": place}
+        tensors[key] = value.tensor
+        return {"mapped": key}
     if isinstance(value, Tensor):
         # safetensors refuses tensors that share memory, as tied weights do
-        tensors[place] = value.detach().cpu().contiguous().clone()
-        return {"tensor": place}
+        tensors[key] = value.detach().cpu().contiguous().clone()
+        return {"tensor": key}
     if isinstance(value, dict):
-        return {"dict": [[k, _flatten(v, f"{place}/{k}", tensors)] for k, v in value.items()]}
+        return {"dict": [[k, _flatten(v, f"{key}/{k}", tensors)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
         return {
-            "list": [_flatten(v, f"{place}/{i}", tensors) for i, v in enumerate(value)],
+            "list": [_flatten(v, f"{key}/{i}", tensors) for i, v in enumerate(value)],
             "tuple": isinstance(value, tuple),
         }
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    raise TypeError(f"{place} holds a {type(value).__name__}, which a checkpoint cannot hold")
+    raise TypeError(f"{key} holds a {type(value).__name__}, which a checkpoint cannot hold")
 
 
 def _unflatten(node: Any, tensors: dict[str, Tensor], views: bool) -> Any:

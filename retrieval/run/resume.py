@@ -291,15 +291,15 @@ def flat_recipe(recipe: Tables) -> dict[str, Any]:
             isinstance(value, list) and value != [] and all(isinstance(v, Mapping) for v in value)
         )
 
-    def walk(value: Any, place: str) -> None:
+    def walk(value: Any, path: str) -> None:
         if isinstance(value, Mapping):
             for key, inner in value.items():
-                walk(inner, f"{place}.{key}" if place else str(key))
+                walk(inner, f"{path}.{key}" if path else str(key))
         elif is_array_of_tables(value):
             for i, inner in enumerate(value):
-                walk(inner, f"{place}.{i}")
+                walk(inner, f"{path}.{i}")
         elif value is not None:
-            values[place] = list(value) if isinstance(value, tuple) else value
+            values[path] = list(value) if isinstance(value, tuple) else value
 
     walk(recipe.model_dump(exclude={"plugins"}), "")
     return values

@@ -155,7 +155,7 @@ def test_outputs_are_whole_or_not_there(cli, place, tmp_path, monkeypatch, small
         assert done.code == 2 and "exists already" in done.err
     assert (tmp_path / "there").read_text() == "mine"
     done = cli("export-items", place, tmp_path / "none", "--filter", "label = 'none'")
-    assert done.code == 2 and "no item to export" in done.err
+    assert done.code == 2 and "no item to export that matches the filter" in done.err
     real = layouts._columns
     calls = []
 
