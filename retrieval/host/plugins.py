@@ -210,8 +210,8 @@ class Plugins:
         if with_model:
             example = max(with_model, key=lambda full: (full.startswith(f"{BUILT_IN}."), full))
             hint += (
-                f" A model is named by its backbone, one of {', '.join(with_model)}: name ="
-                f' "{example}", model = "{name}".'
+                f" If '{name}' is a model, name a backbone that loads it"
+                f' ({", ".join(with_model)}): name = "{example}", model = "{name}".'
             )
         return hint
 
