@@ -26,6 +26,7 @@ from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, RecipeError
 from retrieval.images.decoding import decode
 from retrieval.images.preprocessing import few_levels, to_mode
+from retrieval.index.near_pairs import near_pairs
 from retrieval.index.parquet import holds_vectors
 from retrieval.index.read_embeddings import in_memory
 from retrieval.index.sources import Sources, collect, is_embedding, is_table
@@ -34,7 +35,7 @@ from retrieval.run.build import build_backbone, build_dataset, build_sampler
 
 from retrieval_lab.checked_items import Subjects, of_dataset, of_sources
 from retrieval_lab.findings import Alike, By, Findings, lone_labels, spelt_alike
-from retrieval_lab.near_duplicates import WIDTH, Fingerprint, fingerprint, near_pairs
+from retrieval_lab.fingerprints import WIDTH, Fingerprint, fingerprint
 
 PICTURES = 0.08
 """Largest distance between the small pictures of two images that count as the same."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
@@ -14,13 +15,14 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.distances import Distances, bundle_distances
 from retrieval.errors import DataError
 from retrieval.index.adding import short_repr
+from retrieval.index.near_pairs import near_pairs
 from retrieval.store.contract import CODE, VECTOR, Floats, Item
 from retrieval.store.filters import Filter, FilterLike, as_filter
 
 if TYPE_CHECKING:
     from retrieval.index.index import Index
 
-_PAGE_ITEMS = 256
+_PAGE_ITEMS = 1024
 # The number of neighbours to request for an item. If all of them are duplicates, four times as many
 # are requested, and so on.
 _FIRST_NEIGHBOURS = 8
@@ -95,34 +97,26 @@ def _groups(
     """
     if not within >= 0:
         raise DataError(f"The distance of duplicates must be at least 0, not {within}.")
-    original = _originals(index, filter, reviews)
-    copies: dict[str, list[str]] = {}
-    for id, first in original.items():
-        copies.setdefault(first, [])
-        if id != first:
-            copies[first].append(id)
-
-    def neighbours(items: list[Item], most: int) -> list[dict[str, float]]:
-        """Return the distance of each item's near originals, without the item itself."""
-        limits = [most + len(copies[item.id]) for item in items]
-        originals = []
-        answers = _neighbours(index, items, limits, within, filter)
-        for item, answer in zip(items, answers, strict=True):
-            # An item may have been added since the originals were read.
-            near = {original[id]: distance for id, distance in answer.items() if id in original}
-            near.pop(item.id, None)
-            originals.append(near)
-        return originals
-
+    with tempfile.TemporaryFile() as file:
+        original = _originals(index, filter, reviews, file)
+        copies: dict[str, list[str]] = {}
+        for id, first in original.items():
+            copies.setdefault(first, [])
+            if id != first:
+                copies[first].append(id)
+        neighbours = _neighbours_by_pairs(index, list(copies), file, within)
+    if neighbours is None:
+        neighbours = _neighbours_by_search(index, original, copies, within, filter)
     counts: dict[str, int] = {}  # copies and neighbours of each original that has any
-    with Meter("comparing", index.count(filter), "items") as meter:
-        for page in _pages(index, filter):
-            items = [item for item in page if item.id in copies]
-            for item, near in zip(items, neighbours(items, _MAX_NEIGHBOURS), strict=True):
-                count = len(copies[item.id]) + sum(1 + len(copies[id]) for id in near)
+    ids = list(copies)
+    with Meter("counting", len(ids), "items") as meter:
+        for start in range(0, len(ids), _PAGE_ITEMS):
+            block = ids[start : start + _PAGE_ITEMS]
+            for id, near in neighbours(block, _MAX_NEIGHBOURS).items():
+                count = len(copies[id]) + sum(1 + len(copies[other]) for other in near)
                 if count:
-                    counts[item.id] = min(count, _MAX_NEIGHBOURS)
-            meter.update(len(page))
+                    counts[id] = min(count, _MAX_NEIGHBOURS)
+            meter.update(len(block))
     order = sorted(counts, key=lambda id: (-counts[id], id))
     grouped: set[str] = set()
     groups = []
@@ -130,39 +124,109 @@ def _groups(
     with Meter("grouping", len(order), "items") as meter:
         for start in range(0, len(order), _GROUPS):
             block = [id for id in order[start : start + _GROUPS] if id not in grouped]
-            # Items may have been deleted since they were counted.
-            items = [item for item in index.store.get(block, arrays=True).values() if item.arrays]
-            items.sort(key=lambda item: block.index(item.id))
-            for item, near in zip(items, neighbours(items, len(original)), strict=True):
-                if item.id in grouped:
+            for id, near in neighbours(block, len(original)).items():
+                if id in grouped:
                     continue
-                free = {id: near[id] for id in near if id not in grouped}
-                firsts = _unreviewed({item.id: 0.0, **free}, reviews)
-                distances = {copy: firsts[id] for id in firsts for copy in copies[id]} | firsts
+                free = {other: near[other] for other in near if other not in grouped}
+                firsts = _unreviewed({id: 0.0, **free}, reviews)
+                distances = {copy: firsts[first] for first in firsts for copy in copies[first]}
+                distances |= firsts
                 if len(distances) > 1:
                     grouped.update(firsts)
-                    groups.append(_group(index, item.id, list(firsts), distances))
+                    groups.append(_group(index, id, list(firsts), distances))
             meter.update(len(order[start : start + _GROUPS]))
     return sorted(groups, key=lambda group: (-len(group.ids), group.ids))
 
 
+_Neighbours = Callable[[Sequence[str], int], dict[str, dict[str, float]]]
+"""Returns the distance of each item's near originals, without the item itself, by id.
+
+The number is that of neighbours after which the search for more may end.
+"""
+
+
+def _neighbours_by_pairs(
+    index: Index, ids: Sequence[str], file: IO[bytes], within: float
+) -> _Neighbours | None:
+    """Compare all vectors at once; `file` has a vector for each of `ids`.
+
+    Returns:
+        None if distances depend on more than one vector each, or there are too many near pairs.
+    """
+    manifest = index.bundle.manifest
+    if not index.bundle.compares_vectors_alone or manifest.subspaces or not ids:
+        return None
+    vectors = np.memmap(file, np.float32, "r", shape=(len(ids), manifest.vector))
+    near = near_pairs(np.asarray(vectors), within)
+    if not near.complete:
+        return None
+    first = np.concatenate([near.first, near.second])
+    order = first.argsort(kind="stable")
+    second = np.concatenate([near.second, near.first])[order]
+    distance = np.concatenate([near.distance, near.distance])[order]
+    ends = np.searchsorted(first[order], np.arange(len(ids) + 1))
+    rows = {id: row for row, id in enumerate(ids)}
+
+    def neighbours(block: Sequence[str], most: int) -> dict[str, dict[str, float]]:
+        answers = {}
+        for id in block:
+            pairs = slice(ends[rows[id]], ends[rows[id] + 1])
+            names = [ids[row] for row in second[pairs].tolist()]
+            answers[id] = dict(zip(names, distance[pairs].tolist(), strict=True))
+        return answers
+
+    return neighbours
+
+
+def _neighbours_by_search(
+    index: Index,
+    original: Mapping[str, str],
+    copies: Mapping[str, Sequence[str]],
+    within: float,
+    filter: Filter | None,
+) -> _Neighbours:
+    """Search the index for the neighbours of each item when they are needed."""
+
+    def neighbours(block: Sequence[str], most: int) -> dict[str, dict[str, float]]:
+        # Items may have been deleted since the originals were read.
+        stored = index.store.get(block, arrays=True)
+        items = [stored[id] for id in block if id in stored and stored[id].arrays]
+        limits = [most + len(copies[item.id]) for item in items]
+        answers = {}
+        searched = _neighbours(index, items, limits, within, filter)
+        for item, answer in zip(items, searched, strict=True):
+            # An item may have been added since the originals were read.
+            near = {original[id]: distance for id, distance in answer.items() if id in original}
+            near.pop(item.id, None)
+            answers[item.id] = near
+        return answers
+
+    return neighbours
+
+
 def _originals(
-    index: Index, filter: Filter | None, reviews: Mapping[str, set[int]]
+    index: Index, filter: Filter | None, reviews: Mapping[str, set[int]], file: IO[bytes]
 ) -> dict[str, str]:
     """Return the first item (in the order of the index) of which each item is an exact copy, by id.
 
-    Only these are compared, so thousands of copies cost one search. An item that was reviewed is no
-    copy, because it may belong to a group that its copies do not belong to.
+    Only these are compared, so thousands of copies cost one search; their vectors are written to
+    `file`. An item that was reviewed is no copy, because it may belong to a group that its copies
+    do not belong to.
     """
     original: dict[str, str] = {}
     first: dict[bytes, str] = {}
-    for page in _pages(index, filter):
-        for item in page:
-            contents = [] if item.id in reviews else _hashes(item)
-            equal = [first[content] for content in contents if content in first]
-            original[item.id] = (*equal, item.id)[0]
-            for content in contents:
-                first.setdefault(content, original[item.id])
+    with Meter("reading", index.count(filter), "items") as meter:
+        for page in _pages(index, filter):
+            for item in page:
+                contents = [] if item.id in reviews else _hashes(item)
+                equal = [first[content] for content in contents if content in first]
+                original[item.id] = (*equal, item.id)[0]
+                for content in contents:
+                    first.setdefault(content, original[item.id])
+                if not equal:
+                    file.write(item.vector.astype("<f4", copy=False).data)
+            meter.update(len(page))
+    file.flush()
     return original
 
 

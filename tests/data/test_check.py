@@ -14,12 +14,12 @@ from PIL import Image
 from retrieval.bundle.bundle import Bundle
 from retrieval.data.datasets import ArrayDataset
 from retrieval.errors import DataError
+from retrieval.index import near_pairs
 from sklearn.datasets import load_digits, load_sample_images
 
-from retrieval_lab import near_duplicates
 from retrieval_lab.check_data import PICTURES, check_data
 from retrieval_lab.findings import Alike, Findings, Subject, spelt_alike
-from retrieval_lab.near_duplicates import fingerprint, near_pairs
+from retrieval_lab.fingerprints import fingerprint
 
 SIZE = 96
 
@@ -217,8 +217,8 @@ def pairs_of(near) -> dict[tuple[int, int], float]:
 
 
 def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
-    monkeypatch.setattr(near_duplicates, "_ENTRIES", 170)
-    monkeypatch.setattr(near_duplicates, "_ROWS", 10)
+    monkeypatch.setattr(near_pairs, "_ENTRIES", 170)
+    monkeypatch.setattr(near_pairs, "_ROWS", 10)
     random = np.random.default_rng(0)
     copies = np.repeat(random.normal(size=(1, 6)), 40, 0)
     vectors = np.concatenate([random.normal(size=(60, 6)), copies])
@@ -226,7 +226,7 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
     apart = np.linalg.norm(vectors[:, None].astype(float) - vectors[None], axis=2)
     same = np.arange(100)
     same[70:75] = 70
-    actual = near_pairs(vectors, 1.5, same=same)
+    actual = near_pairs.near_pairs(vectors, 1.5, same=same)
     expected = {
         (i, j): apart[i, j]
         for i, j in itertools.combinations(range(100), 2)
@@ -235,10 +235,10 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
     assert pairs_of(actual) == pytest.approx(expected)
     assert actual.complete and (np.diff(actual.distance) >= 0).all()
 
-    monkeypatch.setattr(near_duplicates, "MOST_PAIRS", 100)
-    ended = near_pairs(vectors, 1.5)
+    monkeypatch.setattr(near_pairs, "MOST_PAIRS", 100)
+    ended = near_pairs.near_pairs(vectors, 1.5)
     assert not ended.complete and 100 < len(ended.first) < len(expected)
-    equal = near_pairs(np.full((300, 4), 1000, np.float32), 0.0)
+    equal = near_pairs.near_pairs(np.full((300, 4), 1000, np.float32), 0.0)
     assert not equal.complete
 
 
@@ -248,23 +248,23 @@ def test_far_rows_are_not_compared():
     vectors = np.repeat(centres, 100, 0) + 0.01 * random.normal(size=(4000, 32))
     vectors = vectors.astype(np.float32)
     axes = np.linalg.svd(vectors - vectors.mean(axis=0), full_matrices=False)[2]
-    components = vectors @ axes[: near_duplicates._AXES].T
+    components = vectors @ axes[: near_pairs._AXES].T
     compared = sum(
         len(rows) * len(others)
-        for rows, others in near_duplicates._blocks(components, 0.01, np.zeros(4000, np.float32))
+        for rows, others in near_pairs._blocks(components, 0.01, np.zeros(4000, np.float32))
     )
     assert compared < 4000**2 / 5  # each pair once would be half of all
     assert compared > 40 * 100**2 / 2
 
 
 def test_a_long_vector_or_an_offset_does_not_end_the_search(monkeypatch):
-    monkeypatch.setattr(near_duplicates, "MOST_PAIRS", 100)
+    monkeypatch.setattr(near_pairs, "MOST_PAIRS", 100)
     random = np.random.default_rng(0)
     vectors = random.normal(size=(200, 64)).astype(np.float32)
     vectors[0] *= 10_000
     vectors[7] = vectors[3]
     for offset in (0, 1000):
-        pairs = near_pairs(vectors + np.float32(offset), 0.01)
+        pairs = near_pairs.near_pairs(vectors + np.float32(offset), 0.01)
         assert pairs.complete and pairs_of(pairs) == {(3, 7): 0}
 
 
@@ -349,7 +349,7 @@ def test_clean_digits_raise_no_alarm(tmp_path):
     digits = (load_digits().images * 15.9).astype(np.uint8)
     np.savez(tmp_path / "x.npz", features=digits.reshape(len(digits), -1).astype(np.float32))
     pictures = np.stack([fingerprint(Image.fromarray(digit)).picture for digit in digits])
-    assert len(near_pairs(pictures, PICTURES).first) == 0
+    assert len(near_pairs.near_pairs(pictures, PICTURES).first) == 0
     copies = 0
     for digit, own in zip(digits[:200], pictures, strict=False):
         Image.fromarray(digit).save(tmp_path / "copy.jpg", quality=70)

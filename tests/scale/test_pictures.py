@@ -9,11 +9,10 @@ from PIL import Image
 from retrieval import Index, check_data, evaluate
 from retrieval.data import features
 from retrieval.data.loading import RawInputs
-from retrieval.index import write_embeddings
+from retrieval.index import near_pairs, write_embeddings
 from retrieval.index.write_embeddings import embed_sources
 from retrieval.training.train import train
 
-from retrieval_lab import near_duplicates
 from retrieval_lab.report import measured, write
 
 pytestmark = pytest.mark.scale
@@ -117,7 +116,7 @@ def test_a_run_and_its_report_give_the_metrics_of_its_vectors(run, test_items, v
 
 def test_data_check_finds_leaks_and_stops_at_too_many_pairs(photos, tmp_path):
     clean = check_data(photos, progress=False)
-    assert len(clean.subjects) == COUNT > near_duplicates._ROWS
+    assert len(clean.subjects) == COUNT > near_pairs._ROWS
     assert clean.clean
     assert clean.complete
     random = np.random.default_rng(4)
@@ -126,11 +125,11 @@ def test_data_check_finds_leaks_and_stops_at_too_many_pairs(photos, tmp_path):
     for number in range(BLURRED):
         pixels = np.clip(base + random.integers(-1, 2, base.shape), 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(tmp_path / "many" / f"{number}.bmp")
-    assert BLURRED * (BLURRED - 1) // 2 > near_duplicates.MOST_PAIRS
-    assert BLURRED * near_duplicates._ROWS // 2 > near_duplicates._ENTRIES
+    assert BLURRED * (BLURRED - 1) // 2 > near_pairs.MOST_PAIRS
+    assert BLURRED * near_pairs._ROWS // 2 > near_pairs._ENTRIES
     many = check_data(tmp_path, progress=False)
     assert not many.complete
-    assert len(many.near) > near_duplicates.MOST_PAIRS
+    assert len(many.near) > near_pairs.MOST_PAIRS
 
 
 def blocks(table):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.distances import merged_distances
+from retrieval.index import near_pairs
 from retrieval.index.index import Index, open_index
 from retrieval.store import exact_search, masks, search_structure
 from retrieval.store.contract import Candidates, Item, Store, widths_of
@@ -197,6 +198,17 @@ def test_duplicates_are_all_found(digits):
     assert [group.ids for group in exact] == [(f"{n:04}", f"{n:04}-again") for n in range(20)]
     only = index.duplicates(limit, filter="label = '3'", progress=False)
     assert len(only) == 2 and all(group.ids[0] in ("0003", "0013") for group in only)
+
+
+def test_too_many_near_pairs_are_searched_for_one_item_at_a_time(digits, monkeypatch):
+    index, vectors = digits
+    scattered = vectors[:300] + np.random.default_rng(0).normal(size=(300, 1)) * 0.2
+    index.upsert([Item(f"near-{n:03}", arrays={"vector": x}) for n, x in enumerate(scattered)])
+    limits = (0, 0.5, 2.0)
+    by_pairs = [index.duplicates(limit, progress=False) for limit in limits]
+    monkeypatch.setattr(near_pairs, "MOST_PAIRS", -1)
+    assert [index.duplicates(limit, progress=False) for limit in limits] == by_pairs
+    assert len(by_pairs[0]) == 20 < len(by_pairs[1])
 
 
 def test_a_chain_is_many_groups_and_many_equal_ones_are_one(digits):
