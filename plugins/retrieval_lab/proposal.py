@@ -56,8 +56,6 @@ _SOURCES = (
     "session", "typeface", "font", "source",
 )  # fmt: skip
 """Words in the names of columns that say where photos come from."""
-
-
 _ALIKE = 16
 """Largest difference of two grey values of one background."""
 _PLAIN = 0.95
@@ -242,18 +240,19 @@ def look(photos: Path) -> Facts:
     duplicates = None
     if len(dataset) <= _MOST_COMPARED:
         duplicates = check_data(photos).counts()["label_errors"]
+    train_labels = list(compress(dataset.labels, trains))
     return Facts(
-        photos,
-        len(dataset),
-        len(counts),
-        len(set(compress(dataset.labels, trains))),
-        (int(counts.min()), int(np.median(counts)), int(counts.max())),
-        int(np.median([min(image.size) for image in images])),
-        all(image.mode in ("L", "1", "I;16") for image in images),
-        any(splits) or any(roles),
-        duplicates,
-        source_of(compress(dataset.labels, trains), compress(dataset.metadata or (), trains)),
-        background_of(images),
+        photos=photos,
+        items=len(dataset),
+        classes=len(counts),
+        train_classes=len(set(train_labels)),
+        per_class=(int(counts.min()), int(np.median(counts)), int(counts.max())),
+        side=int(np.median([min(image.size) for image in images])),
+        grey=all(image.mode in ("L", "1", "I;16") for image in images),
+        divided=any(splits) or any(roles),
+        duplicates=duplicates,
+        source=source_of(train_labels, compress(dataset.metadata or (), trains)),
+        background=background_of(images),
     )
 
 

@@ -1,4 +1,4 @@
-"""Models of others: towers of other libraries as backbones, and encoders by their address."""
+"""Off-the-shelf models: towers of other libraries as backbones, and encoders at addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings from an HTTP endpoint of the shape of OpenAI's; nothing that it answers is trusted."""
+"""Embeddings from an HTTP endpoint with OpenAI's API; its responses are not trusted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from retrieval_models.pictures import pictures
 
 KEY = "RETRIEVAL_ENDPOINT_KEY"
 """Environment variable of the key that is sent to the endpoint."""
-MOST_PIXELS = 1024
-"""Longest side of an image that is sent; larger ones are made smaller."""
+LONGEST_SIDE = 1024
+"""Longest side in pixels of an image that is sent; larger images are scaled down."""
 BATCH = 16
 WAIT_SECONDS = 60.0
 """Longest wait for a connection, or for the next bytes of an answer."""
@@ -62,7 +62,7 @@ class Endpoint:
                 "An endpoint's address is https://HOST/v1/embeddings?model=NAME, without a user or"
                 f" password. A key belongs in the environment variable {KEY}."
             )
-        # An answer in plain bytes cannot grow when it is unpacked.
+        # A response in plain bytes cannot grow when it is unpacked.
         self.headers = {"Accept-Encoding": "identity"}
         if key := os.environ.get(KEY):
             self.headers["Authorization"] = f"Bearer {key}"
@@ -89,7 +89,7 @@ class Endpoint:
                 for start in range(0, len(items), BATCH):
                     urls = []
                     for picture in pictures(dataset, items[start : start + BATCH]):
-                        picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
+                        picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
                         content = base64.b64encode(to_png(picture)).decode()
                         urls.append(f"data:image/png;base64,{content}")
                     vectors += self._embedded(client, cache, urls)

@@ -1,7 +1,8 @@
 """Towers of transformers, open_clip and sentence-transformers: for images, and for texts.
 
 Each image tower has the preprocessing of its library, as far as `Preprocessing` can express it.
-This is not read off alone: the library prepares two pictures, and so does `Preprocessing`.
+Its settings alone are not trusted: the library and `Preprocessing` prepare two images, and their
+pixels are compared.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from torch.nn import functional
 
 T = TypeVar("T")
 _LEVELS = 1.0
-"""Largest mean difference, of 255 levels, between pixels of noise that are said to be the same.
+"""Largest mean difference, in levels of 255, at which the pixels of an image of noise are equal.
 
-The pixels of torchvision and of Pillow differ by .01; if a crop begins a pixel apart, by more than
-5.
+The pixels of torchvision and of Pillow differ by .01. If one crop begins a pixel off, they differ
+by more than 5.
 """
 _WIDE = 384
 """From this size on, ConvNeXt's processor stretches images instead of cropping them."""

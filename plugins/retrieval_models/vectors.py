@@ -1,4 +1,4 @@
-"""Vectors from files as an encoder: whatever model made them, it is not run."""
+"""Vectors from files as an encoder; the model that made them is not run."""
 
 from __future__ import annotations
 

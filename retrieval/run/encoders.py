@@ -1,4 +1,4 @@
-"""Models as they come: pretrained backbones by name, and other encoders by an address.
+"""Off-the-shelf models: pretrained backbones by name, and other encoders at an address.
 
 An address is `PLUGIN.BACKBONE:MODEL?PARAMETER=VALUE&…`, or begins with the name of an encoder that
 a plugin offers, as `vectors:FILE` does.
@@ -43,8 +43,8 @@ class ItemEncoder(Protocol):
 def backbone_at(plugins: Plugins, address: str) -> tuple[str, dict[str, Any]] | None:
     """Return the name and parameters of the backbone at an address, or `None` for an encoder's.
 
-    With a colon, an address means the model as it comes, if the backbone has these parameters:
-    `pretrained`, and vectors of length 1, whose Euclidean distance orders as the cosine.
+    An address with a colon sets `pretrained` and `normalise` to true, if the backbone has these
+    parameters. Vectors of length 1 have the same order by Euclidean distance and by cosine.
 
     Raises:
         PluginError: an address without a colon names no backbone.
