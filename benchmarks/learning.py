@@ -26,6 +26,7 @@ from threadpoolctl import threadpool_limits
 from bench import Kept, markdown, one_thread, page, resume_arguments
 from feedback import LEARNERS, loaded, make_index
 from retrieval_feedback.gate import ALARM, by_credits, level, weigh
+from retrieval_feedback.triplets import sides
 from retrieval_feedback.worker import Worker
 
 CASES = (("sticky", 0.0, 60), ("even", 0.0, 400), ("gain", 0.3, 60), ("gain", 0.2, 120))
@@ -49,7 +50,8 @@ def sticky(rng: np.random.Generator, voters: int) -> list[tuple[str, float]]:
             rankings = rng.permutation(20).astype(str), rng.permutation(20).astype(str)
             hits, credits = team_draft(*map(list, rankings), 10, lambda: rng.random() < 0.5)
             marks = {hits[place]: CLICKED for place in places}
-            outcomes.append((f"v{voter}", by_credits(hits, credits, marks)))
+            of_hit = dict(zip(hits, credits, strict=True))
+            outcomes.append((f"v{voter}", by_credits(of_hit, *sides(hits, marks))))
     return outcomes
 
 

@@ -11,12 +11,11 @@ they search, wealth with them is at most twice, and at least half of what it is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval.feedback.record import DISLIKED
 
 ALPHA = 0.05
 """Chance of ever switching, among all trials over one base, to what is not better."""
@@ -58,10 +57,6 @@ class Evidence:
     wealth: float
     needed: float
     verdict: Literal["better", "refused", "open"]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the attributes by name."""
-        return asdict(self)
 
 
 def level(number: int) -> float:
@@ -147,46 +142,14 @@ def _wealth(
     return mean
 
 
-def by_credits(hits: Sequence[str], credits: Sequence[float], marks: Mapping[str, int]) -> float:
-    """Return by how much the challenger won an interleaved search, from -1 to 1.
-
-    It gets the credit of each liked or clicked hit (see `team_draft`), and loses that of a disliked
-    one, and of one that was skipped above the last liked or clicked one. The mean credit of a place
-    is zero, so whoever does not know the coins and marks by place or at random favours nobody.
-    """
-    is_wanted = [marks.get(hit, DISLIKED) != DISLIKED for hit in hits]
-    last = max((place for place, right in enumerate(is_wanted) if right), default=-1)
-    lead = 0.0
-    for place, (hit, credit) in enumerate(zip(hits, credits, strict=True)):
-        if is_wanted[place]:
-            lead += credit
-        elif hit in marks or place < last:
-            lead -= credit
-    return min(max(lead / WHOLE, -1.0), 1.0)
-
-
-def by_order(
-    hits: Sequence[str], challenger: Mapping[str, float], marks: Mapping[str, int]
+def by_credits(
+    credits: Mapping[str, float], preferred: Sequence[str], skipped: Sequence[str]
 ) -> float:
-    """Return how much better the challenger orders the hits that the incumbent showed.
+    """Return by how much the challenger won a search, from -1 to 1.
 
-    This is the estimate without exploring: the share of pairs of a liked or clicked hit and another
-    one that the challenger orders rightly, less that of the incumbent. Who marks by place favours
-    the incumbent's first hits, so the estimate errs on its side. It sees nothing of items that were
-    not shown.
-
-    Args:
-        hits: ids in the order shown.
-        challenger: the challenger's distance from the query to each hit.
-        marks: marks of one voter.
+    It gets the credits of preferred hits, and loses those of skipped ones. Those of a page of
+    `team_draft` have a mean of zero at each place, so whoever does not know the coins and marks by
+    place or at random favours nobody.
     """
-    known = [hit for hit in hits if hit in challenger]
-    is_preferred = [marks.get(hit, DISLIKED) != DISLIKED for hit in known]
-    places = range(len(known))
-    pairs = [(p, o) for p in places for o in places if is_preferred[p] and not is_preferred[o]]
-    if not pairs:
-        return 0.0
-    preferred, other = np.array(pairs).T
-    distances = np.array([challenger[hit] for hit in known])
-    gains = np.sign(distances[other] - distances[preferred]) - np.sign(other - preferred)
-    return float(gains.mean()) / 2
+    lead = sum(credits[id] for id in preferred) - sum(credits[id] for id in skipped)
+    return min(max(lead / WHOLE, -1.0), 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -67,15 +68,25 @@ def preferences(searches: Iterable[JudgedSearch]) -> list[Preference]:
     return kept[:MOST_TRIPLETS]
 
 
+def sides(hits: Sequence[str], marks: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """Return the hits that were liked or clicked, and the others down to the last mark."""
+    last = max((place for place, hit in enumerate(hits) if hit in marks), default=-1)
+    preferred = [hit for hit in hits if marks.get(hit, DISLIKED) != DISLIKED]
+    return preferred, [hit for hit in hits[: last + 1] if hit not in preferred]
+
+
 def _of_search(searched: JudgedSearch) -> Iterator[Preference]:
     hits = [hit for hit in searched.search.hits if hit]
     for voter, marks in sorted(searched.marks.items()):
-        last = max((place for place, hit in enumerate(hits) if hit in marks), default=-1)
-        positives = [hit for hit in hits if marks.get(hit, DISLIKED) != DISLIKED]
-        skipped = [hit for hit in hits[: last + 1] if hit not in positives]
-        for preferred in positives:
-            for other in skipped:
-                yield Preference(searched, voter, preferred, other)
+        for preferred, other in product(*sides(hits, marks)):
+            yield Preference(searched, voter, preferred, other)
+
+
+def query_vector(searched: JudgedSearch, vectors: Mapping[str, Floats32]) -> Floats32 | None:
+    """Return the base vector of a query, or None if its item is gone."""
+    if searched.search.query is not None:
+        return searched.search.query
+    return vectors.get(searched.search.item or "")
 
 
 def triplet_vectors(
@@ -90,9 +101,7 @@ def triplet_vectors(
     rows = []
     voters = []
     for searched, voter, preferred, other in pairs:
-        query = searched.search.query
-        if query is None:
-            query = vectors.get(searched.search.item or "")
+        query = query_vector(searched, vectors)
         if query is not None and preferred in vectors and other in vectors:
             rows.append((query, vectors[preferred], vectors[other]))
             voters.append(voter)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,21 @@ from retrieval.index.index import Index
 from retrieval.store.items import BASE, VECTOR
 from threadpoolctl import threadpool_limits
 
-from retrieval_feedback.gate import ALARM, Evidence, by_credits, by_order, level, weigh
-from retrieval_feedback.triplets import preferences, query_key, triplet_vectors
+from retrieval_feedback.gate import ALARM, Evidence, by_credits, level, weigh
+from retrieval_feedback.triplets import (
+    preferences,
+    query_key,
+    query_vector,
+    sides,
+    triplet_vectors,
+)
 
 LEAST_SEARCHES = 150
 """New judged searches before something is learned."""
 LEAST_VOTERS = 8
 """Voters before something is learned: three in four of them teach, and the others judge."""
 LEAST_TRIPLETS = 100
-MOST_WATCHED = 0.1
+MOST_WATCHED = 0.05
 """Largest lead that is watched for: one that was proven quickly owes a part of it to luck."""
 _IDS = 1000
 
@@ -125,7 +131,7 @@ class Worker:
             return self._close(trial, "switched", "it is better beyond doubt", evidence)
         if evidence.verdict == "refused":
             return self._close(trial, "refused", "it is no better", evidence)
-        facts = {**trial.evidence, **evidence.as_dict()}
+        facts = {**trial.evidence, **asdict(evidence)}
         if facts != trial.evidence:
             self.record.note_evidence(trial.n, facts)
         return Step("on trial", f"{_title(trial)} is on trial: {_in_words(evidence)}.", facts)
@@ -136,7 +142,7 @@ class Worker:
         facts = dict(trial.evidence)
         sentence = f"{_title(trial)}: {verdict}, because {reason}"
         if evidence is not None:
-            facts |= evidence.as_dict()
+            facts |= asdict(evidence)
             sentence += f" ({_in_words(evidence)})"
         self.record.close_trial(trial.n, verdict, facts)
         return Step(verdict, f"{sentence}.", facts)
@@ -156,38 +162,45 @@ class Worker:
             and searched.search.served == trial.incumbent
             and query_key(searched) not in taught
         ]
-        if trial.explore:
-            outcomes = [
-                (voter, by_credits(searched.search.hits, searched.search.credits, marks))
-                for searched in usable
-                if searched.search.credits and searched.search.challenger == trial.challenger
-                for voter, marks in sorted(searched.marks.items())
-                if voter not in trial.voters
-            ]
-        else:
-            outcomes = list(self._orders(trial, usable))
+        credits = self._credits(trial, usable)
+        outcomes = []
+        for searched in usable:
+            hits = searched.search.hits
+            for voter, marks in sorted(searched.marks.items()):
+                if searched.n in credits and voter not in trial.voters:
+                    preferred, skipped = sides(hits, marks)
+                    if not trial.explore:
+                        # Whoever skips or dislikes first places would favour what lowers them.
+                        skipped = []
+                    of_hit = dict(zip(hits, credits[searched.n], strict=True))
+                    outcomes.append((voter, by_credits(of_hit, preferred, skipped)))
         return weigh(outcomes, trial.alpha, watched=trial.evidence.get("watched"))
 
-    def _orders(
+    def _credits(
         self, trial: Trial, searches: Sequence[JudgedSearch]
-    ) -> Iterator[tuple[str, float]]:
-        """Yield voters and outcomes by the order of hits that were shown."""
-        plain = [searched for searched in searches if not searched.search.credits]
-        vectors = self._vectors(plain)
+    ) -> dict[int, Sequence[float]]:
+        """Return the credits of the hits of each search that judges a trial, by its number.
+
+        Without exploring, a hit's credit is by how much the challenger raises it, in shares of the
+        page. Those of a page sum to zero, and its first hits can only fall: whoever likes or clicks
+        at random favours nobody, and whoever prefers first places favours the incumbent.
+        """
+        if trial.explore:
+            tried = (s for s in searches if s.search.challenger == trial.challenger)
+            return {searched.n: searched.search.credits for searched in tried}
+        vectors = self._vectors(searches)
         head = load_head(trial.head)
-        for searched in plain:
-            query = searched.search.query
-            if query is None:
-                query = vectors.get(searched.search.item or "")
-            ids = [hit for hit in searched.search.hits if hit in vectors]
-            if query is None or not ids:
+        credits: dict[int, Sequence[float]] = {}
+        for searched in searches:
+            hits = searched.search.hits
+            query = query_vector(searched, vectors)
+            if query is None or searched.search.challenger or not vectors.keys() >= {*hits}:
                 continue
-            rows = head(np.stack([query, *(vectors[id] for id in ids)])).astype(np.float64)
-            distances = np.linalg.norm(rows[1:] - rows[0], axis=1).tolist()
-            challenger = dict(zip(ids, distances, strict=True))
-            for voter, marks in sorted(searched.marks.items()):
-                if voter not in trial.voters:
-                    yield voter, by_order(searched.search.hits, challenger, marks)
+            rows = head(np.stack([query, *(vectors[hit] for hit in hits)])).astype(np.float64)
+            order = np.argsort(np.linalg.norm(rows[1:] - rows[0], axis=1), kind="stable")
+            raised = (np.arange(len(hits)) - np.argsort(order)) / len(hits)
+            credits[searched.n] = raised.tolist()
+        return credits
 
     def _serve(self, served: Bundle, head: bytes | None) -> None:
         """Move the index to a head over the base of what is served, or to the base itself."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from retrieval.feedback.interleaving import team_draft
-from retrieval.feedback.record import CLICKED, DISLIKED, LIKED
+from retrieval.feedback.record import CLICKED
 
 from retrieval_feedback.gate import (
     ALARM,
@@ -15,13 +15,12 @@ from retrieval_feedback.gate import (
     MOST_SEARCHES,
     Evidence,
     by_credits,
-    by_order,
     level,
     weigh,
 )
+from retrieval_feedback.triplets import sides
 
 TRIALS = 1000
-HITS = tuple("abcdefghij")
 Outcomes = list[tuple[str, float]]
 
 
@@ -41,7 +40,8 @@ def sticky(rng: np.random.Generator) -> Outcomes:
         for _ in range(rng.geometric(0.2)):
             hits, credits = page(rng)
             marks = dict.fromkeys([hits[place] for place in fashion], CLICKED)
-            outcomes.append((f"v{voter}", by_credits(hits, credits, marks)))
+            of_hit = dict(zip(hits, credits, strict=True))
+            outcomes.append((f"v{voter}", by_credits(of_hit, *sides(hits, marks))))
     return outcomes
 
 
@@ -160,32 +160,10 @@ def test_a_watch_gives_false_alarms_no_more_often_than_stated():
     assert np.mean(lengths) > ALARM
 
 
-def test_credit_of_an_interleaved_page():
-    credits = (0.3, -0.18, 0.06)
-    marks = {"a": LIKED, "b": DISLIKED, "c": CLICKED, "elsewhere": LIKED}
-    assert by_credits("abc", credits, marks) == pytest.approx(0.9)
-    assert by_credits("abc", credits, {"a": CLICKED, "b": CLICKED}) == pytest.approx(0.2)
-    # "a" was skipped, and "c" perhaps not seen.
-    assert by_credits("abc", credits, {"b": CLICKED}) == pytest.approx(-0.8)
-    assert by_credits("abc", credits, {"c": DISLIKED}) == pytest.approx(-0.1)
-    assert by_credits("abcdef", (0.5,) * 6, dict.fromkeys("abcdef", LIKED)) == 1
-    assert by_credits("abcdef", (0.5,) * 6, dict.fromkeys("abcdef", DISLIKED)) == -1
-
-
-def test_credit_of_an_order():
-    # The incumbent shows a, b, c, d, and c is good: 1 of 3 pairs is right.
-    challenger = {"a": 3.0, "b": 2.0, "c": 1.0, "d": 4.0}
-    assert by_order("abcd", challenger, {"c": CLICKED, "a": DISLIKED}) == pytest.approx(2 / 3)
-    assert by_order("abcd", dict(zip("abcd", range(4), strict=True)), {"c": LIKED}) == 0
-    assert by_order("abcd", challenger, {"a": DISLIKED}) == 0
-    assert by_order("abcd", dict.fromkeys("abcd", 1.0), {"c": LIKED}) == pytest.approx(1 / 6)
-
-
-def test_marks_by_place_favour_the_incumbent_without_exploring():
-    rng = np.random.default_rng(0)
-    outcomes = []
-    for _ in range(2000):
-        challenger = dict(zip(HITS, rng.random(10), strict=True))
-        place = min(int(rng.geometric(0.4)), 10) - 1
-        outcomes.append(by_order(HITS, challenger, {HITS[place]: CLICKED}))
-    assert np.mean(outcomes) < 0
+def test_credit_of_a_page():
+    credits = {"a": 0.1, "b": -0.06, "c": 0.02}
+    assert by_credits(credits, ["a", "c"], ["b"]) == pytest.approx(0.3)
+    assert by_credits(credits, ["b"], []) == pytest.approx(-0.1)
+    assert by_credits(credits, [], []) == 0
+    assert by_credits(dict.fromkeys("ab", 0.5), ["a", "b"], []) == 1
+    assert by_credits(dict.fromkeys("ab", 0.5), [], ["a", "b"]) == -1

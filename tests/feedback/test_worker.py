@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clicks import digits, feedback_file, make_index, play, precision
-from retrieval.feedback.record import FeedbackRecord, Trial
+from retrieval.feedback.record import CLICKED, DISLIKED, FeedbackRecord, Search, Trial
 from retrieval.index.index import open_index
 from sklearn.datasets import load_digits
 
@@ -129,6 +129,42 @@ def test_the_order_of_shown_hits_is_evidence_without_exploring(tmp_path, empty):
         assert worker.step().action == "on trial"
         assert not worker.record.open_trials()[0].explore
         assert play_until(worker, "on trial") == "switched"
+
+
+def click_places(index, record, places, mark=CLICKED):
+    """Let voters who do not look mark places of pages that show the nearest digits."""
+    x, _ = digits()
+    rng = np.random.default_rng(0)
+    sha = index.bundle.sha256
+    for n in range(400):
+        query = int(rng.integers(len(x)))
+        hits = [hit.id for hit in index.search(x[query], 11) if hit.id != str(query)][:10]
+        search = Search(f"p{n}", 1e9, f"v{n % 60}", sha, sha, None, str(query), tuple(hits))
+        record.note_searches([search])
+        record.add(search.id, search.voter, {hits[places(rng)]: mark})
+
+
+@pytest.mark.parametrize(
+    ("places", "mark", "low", "high"),
+    [
+        (lambda rng: min(int(rng.geometric(0.4)), 10) - 1, CLICKED, -1, -0.03),
+        (lambda rng: int(rng.integers(10)), CLICKED, -0.1, 0.1),
+        # Else, who dislikes the first hits would vote for whatever lowers them.
+        (lambda _: 0, DISLIKED, 0, 0),
+    ],
+)
+def test_without_exploring_marks_by_place_do_not_favour_the_challenger(
+    empty, tmp_path, places, mark, low, high
+):
+    with working(copy(empty, tmp_path), explore=False) as worker:
+        click_places(worker.index, worker.record, places, mark)
+        x, _ = digits()
+        head = head_of(learned(FAST[0], np.stack([x[:300], x[300:600], x[600:900]], 1)), x)
+        sha = worker.index.bundle.sha256
+        worker.record.begin_trial(Trial("challenge", sha, "c", head, sha, FAST[0], 1e-9, 0))
+        evidence = worker._weighed(worker.record.open_trials()[0])
+        assert evidence.searches > 100
+        assert low <= evidence.lead <= high
 
 
 def test_little_feedback_and_few_voters_prove_nothing(tmp_path, empty):
