@@ -13,6 +13,7 @@ from torch import Tensor
 from retrieval.base.arrays import Bools, Ints
 from retrieval.base.progress import Meter
 from retrieval.errors import DataError, did_you_mean, valid_text
+from retrieval.model.contracts import TripletIndices
 from retrieval.model.model import evaluation_mode
 
 if TYPE_CHECKING:
@@ -53,6 +54,22 @@ class TextLabels:
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
         """Return the labels on a device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def right_among(self, indices: TripletIndices | None) -> TripletIndices | None:
+        """Return a miner's pairs or triplets without those that `pairs` contradicts."""
+        if indices is None or self.pairs is None:
+            return indices
+        right = torch.zeros(len(self.own), len(self.of_texts), dtype=torch.bool)
+        right = right.to(self.own.device)
+        right[self.pairs[:2]] = True
+        if len(indices) == 3:
+            anchor, positive, negative = indices
+            kept = right[anchor, positive] & ~right[anchor, negative]
+            return anchor[kept], positive[kept], negative[kept]
+        near, positive, far, negative = indices
+        kept = right[near, positive]
+        apart = ~right[far, negative]
+        return near[kept], positive[kept], far[apart], negative[apart]
 
     def pin_memory(self) -> Self:
         """Return the labels in pinned memory, which a GPU copies asynchronously."""

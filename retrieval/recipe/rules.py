@@ -314,9 +314,16 @@ def _text(recipe: Tables) -> Iterator[str]:
     text = recipe.text
     if text is None:
         return
-    for table in ("combiner", "generator", "learner", "miner"):
+    for table in ("combiner", "generator", "learner"):
         if getattr(recipe, table) is not None:
             yield f"[text] cannot be combined with a [{table}]. Remove one of the two."
+    if recipe.miner is not None and not recipe.loaded.every(
+        "miners", recipe.miner.table, lambda f: f.supports_ref_emb
+    ):
+        yield (
+            f"[text] {recipe.miner.name} picks only among images. Use a miner that takes `ref_emb`,"
+            " such as pml.multi_similarity, or remove the [miner]."
+        )
     if recipe.augmentation.mix is not None:
         yield "[augmentation] mix: a mixed image has no text. Remove mix."
     if text.identity and text.hidden:

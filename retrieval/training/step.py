@@ -184,8 +184,6 @@ class Step:
         self.devices: Devices | None = None
         self.statistics: Callable[[], AbstractContextManager[Any]] = nullcontext
         if accelerator.num_processes > 1:
-            if recipe.text is not None:
-                raise RecipeError("[text] trains on one process. Start training without others.")
             self.devices = Devices(accelerator)
             if recipe.train.sync_batch_norm:
                 self.statistics = WholeBatch
@@ -407,17 +405,39 @@ class Step:
         return Losses(self._watch("loss", value), None, {}, self._watched)
 
     def _with_texts(self, codes: Tensor, labels: TextLabels) -> Losses:
-        """Return the losses of images and their texts."""
+        """Return the losses of images and their texts; `labels` are those of the whole batch."""
+        metrics: dict[str, Tensor | int] = {}
+        if self.devices is not None:
+            codes = self.devices.share(codes)
         value = codes.sum() * 0.0
         # no image of the batch may have a text
         if len(labels.texts):
-            _, texts = self._in_chunks(self._text_forward, labels.texts)
-            value = self._loss(
-                codes, labels.own, labels.pairs, ref_emb=texts.float(), ref_labels=labels.of_texts
-            )
-        if self.train_table.real_weight:
-            value = value + self.train_table.real_weight * self._loss(codes, labels.classes, None)
-        return Losses(self._weighted(value, None), None, {}, self._watched)
+            reference = {"ref_emb": self._text_codes(labels.texts), "ref_labels": labels.of_texts}
+            indices: Any = labels.pairs
+            if self.objective.miner is not None:
+                indices = labels.right_among(self._mine(codes, labels.own, **reference))
+                metrics["mined"] = count_indices(indices)
+            value = self._loss(codes, labels.own, indices, **reference)
+        if real_weight := self.train_table.real_weight:
+            indices = None
+            if self.objective.miner is not None:
+                indices = self._mine(codes, labels.classes)
+            value = value + real_weight * self._loss(codes, labels.classes, indices)
+        return Losses(self._weighted(value, None), None, metrics, self._watched)
+
+    def _text_codes(self, texts: Tensor) -> Tensor:
+        """Return the codes (T, C) of the batch's texts, of which each process computes a part."""
+        count = len(texts)
+        if self.devices is not None:
+            part = -(-count // self.devices.world)
+            rows = torch.arange(part, device=texts.device) + part * self.devices.rank
+            # the last processes may have fewer, and repeat one
+            texts = texts[rows.clamp(max=count - 1)]
+        _, codes = self._in_chunks(self._text_forward, texts)
+        codes = codes.float()
+        if self.devices is not None:
+            codes = self.devices.share(codes)[:count]
+        return codes
 
     def _synthesize(self, batch: Batch) -> Synthetic | None:
         """Return the generator's samples for a batch; `None` if the phase does not use them."""

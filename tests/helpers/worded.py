@@ -54,5 +54,13 @@ class Words(TextEncoder):
         return (self.vectors(ids) * kept).sum(1) / kept.sum(1)
 
 
+class ImagesOnly(nn.Module):
+    """A miner that takes no reference set."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Any:
+        del embeddings, labels
+
+
 retrieval_datasets = hookimpl(lambda: {"digits": digits})
+retrieval_miners = hookimpl(lambda: {"images_only": ImagesOnly})
 retrieval_text_encoders = hookimpl(lambda: {"words": Words})

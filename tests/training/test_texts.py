@@ -222,6 +222,62 @@ def test_images_without_texts_train_too_and_real_weight_compares_images(make, tm
     assert apart(alone, both) > 1e-4
 
 
+MINERS = ["pml.multi_similarity", "pml.triplet_margin"]
+
+
+@pytest.mark.parametrize(
+    ("miner", "loss"),
+    [("pml.multi_similarity", "core.info_nce"), ("pml.triplet_margin", "pml.triplet_margin")],
+)
+def test_a_miner_picks_pairs_of_images_and_texts(make, tmp_path, miner, loss):
+    tables = LEARNS | {"miner": {"name": miner}, "loss": {"name": loss}}
+    run = retrieval.train(make(**tables), tmp_path / "run")
+    assert run.history[0]["mined"] > 0
+    assert run.evaluate().metrics["text to image"]["recall_at_1"] > 0.7
+
+
+def test_no_mined_pair_contradicts_what_is_right():
+    """Images share texts, so numbers of items cannot say which pairs are right."""
+    listed = [["one", "odd"], ["two"], ["three", "odd"], []]
+    texts = items_with(*listed)
+    torch.manual_seed(0)
+    for batch in range(20):
+        labels = labels_of(texts, [0, 1, 2, 3], batch)
+        right = torch.tensor(right_of(labels))
+        codes, words = torch.randn(4, 5), torch.randn(len(labels.of_texts), 5)
+        for name in MINERS:
+            miner = create("miner", name)
+            mined = miner(codes, labels.own, words, labels.of_texts)
+            kept = labels.right_among(mined)
+            if len(kept) == 3:
+                good = right[mined[0], mined[1]] & ~right[mined[0], mined[2]]
+                assert [part.tolist() for part in kept] == [part[good].tolist() for part in mined]
+                continue
+            assert right[kept[0], kept[1]].all() and not right[kept[2], kept[3]].any()
+            assert len(kept[0]) == right[mined[0], mined[1]].sum()
+            assert len(kept[2]) == (~right[mined[2], mined[3]]).sum()
+
+
+def test_two_processes_train_as_one(make, trains_as_one):
+    """Of a frozen encoder and of one that learns; with shared texts and without; with a miner."""
+    steady = {
+        "backbone": {"name": "toolbox.net", "dropout": 0.0, "batch_norm": False},
+        "train": {"epochs": 1, "device": "cpu", "real_weight": 1.0},
+    }
+    recipes = {
+        "learns": make(**steady),
+        "frozen": make(**steady, text={"name": "worded.words", "frozen": True}),
+        "mined": make(**steady, miner={"name": "pml.multi_similarity"}),
+        "sigmoid": make(
+            **steady,
+            loss={"name": "core.sigmoid_loss"},
+            data={"name": "worded.digits", "shared": False, "bare": 200},
+        ),
+    }
+    lines = trains_as_one(recipes, 2)
+    assert not any(line["error"] for line in lines)
+
+
 # --- export
 
 
@@ -292,7 +348,8 @@ def test_a_pair_of_encoders_is_exported_as_it_comes(make, tmp_path):
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ({"miner": {"name": "pml.multi_similarity"}}, r"\[text\] cannot be combined with a \[min"),
+        ({"miner": {"name": "worded.images_only"}}, "picks only among images"),
+        ({"combiner": {"name": "toolbox.local"}}, r"\[text\] cannot be combined with a \[comb"),
         ({"loss": {"name": "pml.arc_face"}}, "compares only images with one another"),
         ({"augmentation": {"mix": "mixup"}}, "a mixed image has no text"),
         ({"text": {"name": "worded.words", "identity": True, "hidden": [4]}}, "no head for hidden"),
