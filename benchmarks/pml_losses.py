@@ -30,6 +30,8 @@ import bench
 BYTES, SECONDS = 3 << 30, 60
 WIDTH, EACH, CLASSES = 128, 8, 1000
 SIZES = (256, 1024, 4096)
+CALLS = 4096
+"""Number of items, in calls one after the other, between two readings of the clock."""
 KINDS = {"losses": "", "miners": " (miner)", "recipe": " (loss + miner)"}
 LOSSES = """
 triplet_margin contrastive margin threshold_consistent_margin multi_similarity circle sup_con
@@ -97,16 +99,21 @@ class Side:
         self.x.requires_grad_()
         self.once(64)  # set up once, before the measured calls
 
-    def once(self, rows: int | None = None) -> tuple[float, float | None]:
-        """Make one call; return CPU seconds and the loss."""
+    def once(self, rows: int | None = None) -> float | None:
+        """Make one call; return the loss."""
         self.x.grad = None
-        x, y = self.x[:rows], self.labels[:rows]
-        start = time.process_time()
-        value = self.run(x, y)
+        value = self.run(self.x[:rows], self.labels[:rows])
         if self.kind == "miners":
-            return time.process_time() - start, None
+            return None
         value.backward()
-        return time.process_time() - start, float(value.detach())
+        return float(value.detach())
+
+    def seconds(self, calls: int) -> float:
+        """Return the CPU seconds of a call, the mean of several: reading the clock takes long."""
+        start = time.process_time()
+        for _ in range(calls):
+            self.once()
+        return (time.process_time() - start) / calls
 
 
 def peak_of(kind: str, name: str, ours: bool, items: int) -> dict[str, Any]:
@@ -117,7 +124,9 @@ def peak_of(kind: str, name: str, ours: bool, items: int) -> dict[str, Any]:
         side = Side(kind, name, ours, items)
         before = bench.status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
-        seconds, value = side.once()
+        start = time.process_time()
+        value = side.once()
+        seconds = time.process_time() - start
     except Exception as error:
         first = (str(error).splitlines() or ["no message"])[0]
         short = "memory" in first or isinstance(error, MemoryError)
@@ -132,7 +141,8 @@ def peak_of(kind: str, name: str, ours: bool, items: int) -> dict[str, Any]:
 def seconds_of(kind: str, name: str, sides: list[bool], items: int, rounds: int) -> list[float]:
     """Return the median CPU seconds of each side; the sides take turns."""
     contestants = [Side(kind, name, ours, items) for ours in sides]
-    times = [[side.once()[0] for side in contestants] for _ in range(rounds)]
+    calls = max(1, CALLS // items)
+    times = [[side.seconds(calls) for side in contestants] for _ in range(rounds)]
     return [median(side) for side in zip(*times, strict=True)]
 
 

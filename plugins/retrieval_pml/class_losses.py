@@ -14,7 +14,14 @@ from retrieval.helpers import item_losses, reduced_loss
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.pair_sums import Pairs, against_others, log_sums, nearness, scaled
+from retrieval_pml.pair_sums import (
+    Pairs,
+    against_others,
+    log_sums,
+    matrix_of,
+    nearness,
+    scaled,
+)
 from retrieval_pml.upstream_factories import FIXED, cosines_within, offer
 
 Degrees = Annotated[float, Field(ge=0, lt=180)]
@@ -72,6 +79,10 @@ class SphereFaceLoss(_MultipleAngle, losses.SphereFaceLoss):
 class _ScaledCosines(_FiniteAngles):
     """Softmax over scaled cosines: the item's class against the sum over all other classes."""
 
+    def get_cosine(self, embeddings: Tensor) -> Tensor:
+        """Return the cosines (N, classes) of embeddings and class weights."""
+        return matrix_of(self.distance, embeddings, self.W.t())
+
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
@@ -125,6 +136,33 @@ class SubCenterArcFaceLoss(_ScaledCosines, losses.SubCenterArcFaceLoss):
         weight_init_func: initialiser of the centres; standard normal by default.
     """
 
+    def get_cosine(self, embeddings: Tensor) -> Tensor:
+        """Return the cosines (N, classes) of embeddings and the nearest centre of each class."""
+        # A maximum over neighbours in memory is slow, so all first centres come first, and so on.
+        centers = self.W.view(len(self.W), self.num_classes, self.sub_centers).mT.flatten(1)
+        cosines = matrix_of(self.distance, embeddings, centers.t())
+        best: Tensor = _Largest.apply(
+            cosines.view(len(embeddings), self.sub_centers, self.num_classes)
+        )
+        return best
+
+
+class _Largest(torch.autograd.Function):
+    """The maximum over dimension 1, whose gradient torch computes several times as slowly."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        largest = values.amax(1)
+        ctx.save_for_backward(values, largest)
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, of_largest: Tensor) -> Tensor:
+        values, largest = (tensor.detach() for tensor in ctx.saved_tensors)
+        shares = torch.eq(values, largest.unsqueeze(1), out=torch.empty_like(values))
+        # Equal values share the gradient.
+        return shares.div_(shares.sum(1, keepdim=True)) * of_largest.unsqueeze(1)
+
 
 class ProxyAnchorLoss(losses.ProxyAnchorLoss):
     """Proxy-anchor loss: a proxy against all items of the batch; the hardest weigh most.
@@ -154,14 +192,14 @@ class ProxyAnchorLoss(losses.ProxyAnchorLoss):
             indices_tuple, labels, dtype=embeddings.dtype
         )
         exponents = (weights - 1).expand(self.num_classes, -1)
-        items = torch.arange(len(labels), device=labels.device)
-        pairs = Pairs(labels, items, (labels, items), exponents)
+        ordered, items = torch.sort(labels, stable=True)
+        pairs = Pairs(ordered, items, (ordered, items), exponents)
         # Each proxy is an anchor, and all items are compared with it.
-        mat = self.distance(embeddings, self.proxies).T
+        mat = matrix_of(self.distance, self.proxies, embeddings)
         alpha = nearness(self.distance, self.alpha)
         push, values = against_others(mat, scaled(alpha), pairs)
-        own = weights - 1 - alpha * (values - self.margin)
-        pull = log_sums(own, labels, self.num_classes)
+        own = weights[items] - 1 - alpha * (values - self.margin)
+        pull = log_sums(own, ordered, self.num_classes)
         push = push + alpha * self.margin
         parts: dict[str, Any] = {}
         for name, logits in (("pos_loss", pull), ("neg_loss", push)):

@@ -104,7 +104,7 @@ class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
         mat = matrix_of(self.distance, embeddings, ref_emb)
         slope = nearness(self.distance, 1)
         sums, values, counts = excesses_over_others(
-            mat, lambda mat: (self.distance.margin(self.neg_margin, mat), slope), pairs
+            mat, lambda mat, _: (self.distance.margin(self.neg_margin, mat), slope), pairs
         )
         if type(reducer_of(self, "neg_loss")) is reducers.AvgNonZeroReducer:
             count = counts.sum()
@@ -283,7 +283,7 @@ class CircleLoss(_PairSums, losses.CircleLoss):
         # Without positives or negatives, the sum is close to the lowest number.
         return item_losses(F.softplus(pull + push))
 
-    def _exponents(self, cosines: Tensor) -> tuple[Tensor, Tensor]:
+    def _exponents(self, cosines: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the exponents of negative pairs and their derivative, with constant weights."""
         weights = (cosines.detach() - self.on).relu_().mul_(self.gamma)
         return (cosines - self.delta_n).mul_(weights), weights

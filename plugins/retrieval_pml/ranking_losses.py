@@ -169,7 +169,8 @@ class InstanceLoss(losses.InstanceLoss):
     ) -> Any:
         """Return the items' losses, in the format of pytorch-metric-learning's reducers."""
         pairs = labelled_pairs(labels, labels, itself=None)
-        push, values = against_others(self.distance(embeddings), scaled(self.gamma), pairs)
+        mat = matrix_of(self.distance, embeddings, embeddings)
+        push, values = against_others(mat, scaled(self.gamma), pairs)
         pull = log_sums(self.gamma * values, pairs.anchors, len(labels))
         return item_losses(F.softplus(push - pull))
 

@@ -221,7 +221,10 @@ class MarginLoss(losses.MarginLoss):
         slope = nearness(self.distance, 1)
         push, values, pushed = excesses_over_others(
             mat,
-            lambda mat: (self.distance.margin(edge.detach()[:, None], mat) + self.margin, slope),
+            lambda mat, rows: (
+                self.distance.margin(edge.detach()[rows, None], mat) + self.margin,
+                slope,
+            ),
             pairs,
         )
         # The sums take the boundaries for constants.

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_metric_learning.distances import LpDistance
+from pytorch_metric_learning.distances import (
+    CosineSimilarity,
+    DotProductSimilarity,
+    LpDistance,
+)
 from torch import Tensor
+from torch.nn import functional as F
 
+from retrieval_pml import pair_sums
 from retrieval_pml.pair_losses import CircleLoss
 from retrieval_pml.pair_sums import (
     Pairs,
@@ -82,7 +88,7 @@ def test_sums_values_and_derivatives(kind, exponents):
 
     sums, values = call(mat)
     for i, others in enumerate(negatives(kind)):
-        powers = function(mat.detach())[0][i, others].tolist()
+        powers = function(mat.detach(), slice(None))[0][i, others].tolist()
         expected = math.log(sum(map(math.exp, powers))) if others else LOWEST
         assert sums[i].item() == pytest.approx(expected, rel=1e-12)
     assert len(pairs.anchors) == {"labels": 10, "listed": 2, "repeated": 3}[kind]
@@ -93,7 +99,7 @@ def test_sums_values_and_derivatives(kind, exponents):
         assert torch.autograd.gradcheck(lambda x: (call(x)[0][kept], call(x)[1]), mat)
         assert torch.autograd.gradgradcheck(lambda x: (call(x)[0][kept], call(x)[1]), mat)
         return
-    powers, slopes = CIRCLE(mat)
+    powers, slopes = CIRCLE(mat, slice(None))
     plain = torch.zeros_like(powers)
     for i, others in enumerate(negatives(kind)):
         plain[i, others] = torch.softmax(powers[i, others], 0) * slopes[i, others]
@@ -116,7 +122,7 @@ def test_large_exponents_and_anchors_without_negatives_are_finite():
 def test_excesses_over_others(kind):
     mat = matrix(8, 8).requires_grad_()
     pairs = pairs_of(kind, mat.detach())
-    sums, values, counts = excesses_over_others(mat, lambda x: (0.1 - x, -1.0), pairs)
+    sums, values, counts = excesses_over_others(mat, lambda x, _: (0.1 - x, -1.0), pairs)
     for i, others in enumerate(negatives(kind)):
         excesses = [max(0.0, 0.1 - mat[i, j].item()) for j in others]
         assert sums[i].item() == pytest.approx(sum(excesses), rel=1e-12)
@@ -124,12 +130,53 @@ def test_excesses_over_others(kind):
     assert counts.dtype == torch.int64  # processes that divide a loss add up whole numbers
     assert torch.equal(values, mat[pairs.anchors, pairs.positives])
     assert torch.autograd.gradcheck(
-        lambda x: excesses_over_others(x, lambda y: (0.1 - y, -1.0), pairs)[:2], mat
+        lambda x: excesses_over_others(x, lambda y, _: (0.1 - y, -1.0), pairs)[:2], mat
     )
 
 
-def test_squared_distances_are_those_of_upstream():
-    x, y = matrix(8, 3), matrix(6, 3)
-    distance = LpDistance(power=2)
-    for reference in (x, y):
-        torch.testing.assert_close(matrix_of(distance, x, reference), distance(x, reference))
+@pytest.mark.parametrize("entries", [1, 2**17])
+def test_blocks_of_rows_change_nothing(monkeypatch, entries):
+    labels = LABELS.repeat(5)
+    mat = matrix(40, 40).requires_grad_()
+    pairs = labelled_pairs(labels, labels, 0)
+    weights = matrix(40, 1)[:, 0]
+
+    def gradient(hinge: bool) -> list[Tensor]:
+        sums = excesses_over_others if hinge else against_others
+        push, values, *_ = sums(mat, scaled(-7.0), pairs)
+        value = (push * weights).sum() + values.square().sum()
+        return [push, *torch.autograd.grad(value, mat)]
+
+    expected = gradient(False) + gradient(True)
+    monkeypatch.setattr(pair_sums, "ENTRIES", entries)
+    for actual, other in zip(gradient(False) + gradient(True), expected, strict=True):
+        torch.testing.assert_close(actual, other)
+
+
+@pytest.mark.parametrize(
+    "distance", [LpDistance(), LpDistance(power=2), CosineSimilarity(), DotProductSimilarity()]
+)
+@pytest.mark.parametrize("same_items", [True, False])
+def test_a_matrix_of_unit_vectors_is_upstreams(distance, same_items):
+    x = matrix(30, 3).requires_grad_()
+    y = x if same_items else matrix(28, 3).requires_grad_()
+    # The distance of an item from itself has no derivative.
+    weights = matrix(30, len(y)).fill_diagonal_(0)
+
+    def first_and_second(call: Any) -> list[Tensor]:
+        mat = call()
+        value = (mat.square() * weights).sum()
+        plain = torch.autograd.grad(value, (x, y), retain_graph=True)
+        slopes = torch.autograd.grad(value, (x, y), create_graph=True)
+        penalty = sum(slope.square().sum() for slope in slopes)
+        return [mat, *plain, *slopes, *torch.autograd.grad(penalty, (x, y))]
+
+    ours = first_and_second(lambda: matrix_of(distance, x, y))
+    if distance.power == 2:
+        # Upstream takes a root and squares it, so its second derivative is NaN for equal vectors.
+        a, b = F.normalize(x), F.normalize(y)
+        theirs = first_and_second(lambda: (a[:, None] - b).square().sum(2))
+    else:
+        theirs = first_and_second(lambda: distance(x, None if same_items else y))
+    for left, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(left, other, atol=1e-6 * same_items, rtol=1e-7)
