@@ -26,7 +26,7 @@ CAP = 2.0
 SHARES = (0.1, 0.25, 0.5)
 """Shares of their wealth that the gamblers bet; wealth is their mean, so small gains count as well.
 """
-LOST = 0.15
+LOST = 0.05
 """Wealth below which the challenger is refused: it makes room for one that learned more."""
 MOST_SEARCHES = 2000
 """Counted searches without a decision after which the challenger is refused."""

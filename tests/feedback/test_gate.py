@@ -71,7 +71,7 @@ def test_levels_sum_to_the_error_of_all_trials():
 
 
 @pytest.mark.parametrize(
-    ("gain", "voters", "power"), [(0.3, 60, 0.9), (0.2, 120, 0.85), (0.1, 400, 0.5)]
+    ("gain", "voters", "power"), [(0.3, 60, 0.9), (0.2, 120, 0.85), (0.1, 400, 0.7)]
 )
 def test_a_better_challenger_passes(gain, voters, power):
     passed = [

@@ -160,7 +160,7 @@ def test_a_follower_outlives_an_outage_of_the_engine(address, postgres_server, t
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             waiting = process.stdout.readline()
-            assert waiting == "Waiting for 100 more judged searches.\n"
+            assert waiting == "Waiting for 150 more judged searches.\n"
             postgres_server.kill()
             sentence = process.stdout.readline()
             assert sentence.startswith("Postgres does not answer for postgresql:///postgres/")
