@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from retrieval.base.arrays import Array, Ints, unit_rows
 from retrieval.errors import DataError, needing
-from retrieval.helpers import Meter
+from retrieval.helpers import Meter, hub_from_cache_when_away
 from retrieval.plugin import Dataset
 
 from retrieval_models.pictures import pictures
@@ -37,17 +37,20 @@ class MtebModel:
         self.task = mteb.get_task(TASK).metadata
         try:
             meta = mteb.get_model_meta(self.name)
-            self.model: Any = meta.load_model()
+            kind = getattr(meta.similarity_fn_name, "value", meta.similarity_fn_name)
+            # before its weights are downloaded
+            if "image" not in meta.modalities or kind not in ("cosine", "euclidean"):
+                raise DataError(
+                    f"{self.name} embeds {', '.join(meta.modalities)} and compares by {kind}; a"
+                    " model is needed that embeds images and compares by cosine or euclidean."
+                )
+            with hub_from_cache_when_away():
+                self.model: Any = meta.load_model()
+        except DataError:
+            raise
         except Exception as error:  # each model's loader raises its own errors
-            raise DataError(
-                f"MTEB cannot load {self.name}: {' '.join(str(error).split())}"
-            ) from error
-        kind = getattr(meta.similarity_fn_name, "value", meta.similarity_fn_name)
-        if "image" not in meta.modalities or kind not in ("cosine", "euclidean"):
-            raise DataError(
-                f"{self.name} embeds {', '.join(meta.modalities)} and compares by {kind}; a model"
-                " is needed that embeds images and compares by cosine or euclidean."
-            )
+            reason = " ".join(str(error).split()).strip('"')
+            raise DataError(f"MTEB cannot load {self.name}: {reason}") from error
         self.is_cosine = kind == "cosine"
 
     def __call__(self, dataset: Dataset, items: Ints) -> Array:

@@ -432,7 +432,11 @@ def test_a_model_of_mteb_embeds_as_mteb_runs_it(run, cli, monkeypatch):
     done = cli("evaluate", run, "--model", "mteb:small/projection")
     assert done.code == 0 and "trained minus mteb:small/projection" in done.out
 
-    texts = meta.model_copy(update={"name": "small/texts", "modalities": ["text"]})
+    def unwanted(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a model that cannot be used is not downloaded")
+
+    unused = {"name": "small/texts", "modalities": ["text"], "loader": unwanted}
+    texts = meta.model_copy(update=unused)
     monkeypatch.setitem(registry, "small/texts", texts)
     says = refusal(DataError, at, "mteb:small/texts")
     assert "embeds text and compares by cosine" in says
