@@ -45,7 +45,7 @@ _NO_ROOM = (
 _NOT_KEPT = "The marks cannot be stored at the moment. The server's log says why."
 _SEARCH_SECONDS = 1.0
 """Time that a mark waits for its search, which another process may be about to write."""
-_WRITE_SECONDS = 0.2
+_WRITE_SECONDS = 0.5
 _LOOK_SECONDS = 1.0
 _EXPIRE_SECONDS = 600.0
 _WAITING_SEARCHES = 10_000
@@ -251,6 +251,8 @@ class Feedback:
         Only one plain search is explored, perhaps with a filter, of at most `MAX_EXPLORED` hits. If
         two trials are open, `Trial.share` divides such searches among them.
         """
+        if not self._challengers:
+            return None
         options = query.options
         if len(query.inputs) != 1 or options.k > MAX_EXPLORED or options.candidates is not None:
             return None

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import apsw
 import numpy as np
@@ -97,9 +97,8 @@ class NoRoom(StoreError):
     """The disk is full, or the record has as many marks as it may."""
 
 
-@dataclass(frozen=True)
-class Search:
-    """One search that was answered.
+class Search(NamedTuple):
+    """One search that was answered; a server makes one for each of its searches.
 
     Attributes:
         id: random id that the answer carried.

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,8 @@ DAY = 86_400.0
 
 
 def search(id: str, voter: str = "shop", **changes) -> Search:
-    return replace(Search(id, time.time(), voter, "base", "served", QUERY, None, HITS), **changes)
+    plain = Search(id, time.time(), voter, "base", "served", QUERY, None, HITS)
+    return plain._replace(**changes)
 
 
 def trial(**changes) -> Trial:
@@ -76,7 +76,7 @@ def test_a_search_is_kept_as_it_was_answered(record):
         record.add(id, "shop", {"item1": LIKED})
     first, second = record.judged()
     assert (first.search.query == QUERY).all() and first.search.query.dtype == np.float32
-    assert replace(first.search, query=None) == replace(explored, query=None)
+    assert first.search._replace(query=None) == explored._replace(query=None)
     assert second.search == by_item
     assert [entry.n for entry in record.judged("newer")] == [second.n] and first.n < second.n
     assert [entry.n for entry in record.judged(after=first.n)] == [second.n]
