@@ -154,19 +154,25 @@ class LocalStore(Store):
         self.upkeep = Upkeep(self.views, background=self._background)
         self._items = dict[int, Item]()
         self._bytes = 0
+        self._written_to: Generation | None = None
 
     # Items
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
         self._begin_to_write()
-        with self.record.reading() as connection:
-            expected_generation = self._served_with(connection, bundle)
+        # The items are checked before the lock keeps others from writing, and again if another
+        # generation is served by then.
+        expected_generation = self._written_to
+        if not items or expected_generation is None or expected_generation.bundle != bundle:
+            with self.record.reading() as connection:
+                expected_generation = self._served_with(connection, bundle)
         texts = checked(items, expected_generation.widths)
         if not items:
             return 0
         with self.record.writing() as (connection, seq):
             generation = self._served_with(connection, bundle)
+            self._written_to = generation
             if generation.number != expected_generation.number:
                 texts = checked(items, generation.widths)
             old = numbers_of(connection, [item.id for item in items])

@@ -363,8 +363,10 @@ class Record:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
         with suppress(OSError):
             handle = os.open(self.folder / ACKNOWLEDGED, flags, 0o666)
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
+            try:
+                os.write(handle, content)
+            finally:
+                os.close(handle)
 
     @contextmanager
     def faults(self, action: str) -> Iterator[None]:
