@@ -31,7 +31,7 @@ from retrieval.base.timing import TRAIL, Trail, stage
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.images.decoding import Limits
-from retrieval.index.adding import arrays_of, rows_of
+from retrieval.index.adding import arrays_of
 from retrieval.index.change_log import Audit, Change
 from retrieval.index.index import Index
 from retrieval.index.sources import digest_of
@@ -45,6 +45,7 @@ from retrieval.store.contract import (
     Superseded,
     TooSlow,
 )
+from retrieval.store.items import rows_of
 from starlette.requests import ClientDisconnect
 
 from retrieval_server.decoder_processes import Decoded, Decoders, Kind, Undecodable

@@ -42,6 +42,7 @@ from retrieval.index.sources import (
 )
 from retrieval.store.address import IndexPlace
 from retrieval.store.contract import BASE, CODE, FEATURES, VECTOR, Item, Keep, Superseded
+from retrieval.store.items import rows_of
 
 if TYPE_CHECKING:
     from retrieval.index.index import Index
@@ -637,11 +638,3 @@ def by_name(encoded: Encoded, features: Floats32 | None = None) -> dict[str, Flo
         FEATURES: features,
     }
     return {name: array for name, array in arrays.items() if array is not None}
-
-
-def rows_of(arrays: Mapping[str, Floats32]) -> list[dict[str, Floats32]]:
-    """Return the rows of arrays (n, width), each with its array by name."""
-    names = list(arrays)
-    return [
-        dict(zip(names, row, strict=True)) for row in zip(*map(list, arrays.values()), strict=True)
-    ]

@@ -23,7 +23,7 @@ from retrieval.base.progress import Meter, Progress, showing
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.bundle.manifest import SplitEntry, write_manifest
 from retrieval.errors import BelowTarget, BundleError, DataError, StoreError, listed
-from retrieval.index.adding import Options, by_name, embed, rows_of
+from retrieval.index.adding import Options, by_name, embed
 from retrieval.index.answering import nearest_hits
 from retrieval.index.calibration import calibrate_again
 from retrieval.index.golden import (
@@ -51,6 +51,7 @@ from retrieval.store.items import (
     Floats,
     Generation,
     Item,
+    rows_of,
     served_of,
     widths_of,
 )

@@ -12,7 +12,7 @@ import math
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,8 +25,8 @@ from retrieval.base.regular_files import read_plain
 from retrieval.base.strict_json import parse_json, problems_of, strict_loads
 from retrieval.errors import DataError
 from retrieval.index.parquet import Table, pyarrow, table_errors, vectors_of
-from retrieval.index.sources import PLAN, Source, Sources, is_embedding, text_problem
-from retrieval.store.items import BASE, CODE, FEATURES, VECTOR, Floats, Item, Keep
+from retrieval.index.sources import PLAN, Source, Sources, are_plain, is_embedding, text_problem
+from retrieval.store.items import BASE, CODE, FEATURES, VECTOR, Floats, Item, Keep, rows_of
 
 if TYPE_CHECKING:
     from retrieval.index.index import Index
@@ -36,12 +36,10 @@ BAD = "bad.jsonl"
 EMBEDDING_FORMAT = 1
 _PLAN_BYTES = 1_000_000
 SIZES = ("bytes", "width", "height")
-_FACTS = ("key", "label", "metadata", "stamp", "path", *SIZES, "bundle")
+_FACTS = ("key", "label", "metadata", "stamp", "path", "bundle")
 
-Sizes = tuple[int | None, int | None, int | None]
-"""Bytes, and width and height in pixels, of an original."""
-EmbeddedBatches = Iterator[tuple[list[tuple[Source, Sizes]], dict[str, Floats]]]
-"""Batches: a list of items with the sizes of their originals, and the items' arrays by name."""
+EmbeddedBatches = Iterator[tuple[list[Source], dict[str, Floats]]]
+"""Batches: a list of items, and their arrays by name."""
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -130,8 +128,9 @@ def part_file(folder: Path, number: int) -> Path:
 def schema_of(plan: EmbeddingPlan) -> Any:
     """Return the pyarrow schema of a part."""
     pa = pyarrow()
-    kinds = dict.fromkeys(_FACTS, pa.string())
-    kinds |= {"path": pa.binary(), **dict.fromkeys(SIZES, pa.int64())}
+    *facts, bundle = _FACTS
+    kinds = dict.fromkeys(facts, pa.string())
+    kinds |= {"path": pa.binary(), **dict.fromkeys(SIZES, pa.int64()), bundle: pa.string()}
     kinds |= {name: pa.list_(pa.float32(), width) for name, width in plan.widths.items()}
     return pa.schema(kinds.items())
 
@@ -155,8 +154,8 @@ def rows(folder: Path, plan: EmbeddingPlan, arrays: Sequence[str]) -> EmbeddedBa
             for first, batch in table.batches([*_FACTS, *arrays]):
                 numbers = {name: _numbers(table, batch, name, plan, first) for name in arrays}
                 with table_errors(table.path):
-                    facts = batch.select(_FACTS).to_pylist()
-                yield [_item(table.name, row, plan) for row in facts], numbers
+                    columns = [batch[name].to_pylist() for name in _FACTS]
+                yield _sources(table.name, columns, plan), numbers
 
 
 def _numbers(table: Table, batch: Any, name: str, plan: EmbeddingPlan, first: int) -> Floats:
@@ -167,26 +166,28 @@ def _numbers(table: Table, batch: Any, name: str, plan: EmbeddingPlan, first: in
     return values
 
 
-def _item(table: str, row: dict[str, Any], plan: EmbeddingPlan) -> tuple[Source, Sizes]:
-    """Return a row as an item and the sizes of its original."""
-    key, label, text, stamp, path, *sizes, bundle = (row[name] for name in _FACTS)
-    if bundle != plan.bundle:
-        raise DataError(f"{table} holds vectors of another bundle than the one that {PLAN} names.")
-    try:
-        metadata = strict_loads(text)
-        # The column holds bytes, because a file's name need not be UTF-8.
-        if path is None:
-            original = None
-        else:
-            original = Path(os.fsdecode(path))
-    except (ValueError, RecursionError, TypeError):
-        metadata = None
-    if key is None or stamp is None or not isinstance(metadata, dict):
-        raise DataError(f"{table} is damaged: a row of it does not describe an item.")
-    problem = text_problem(key, label, metadata)
-    if problem:
-        raise DataError(f"{table}: {path_text(key[:100])}: {problem}.")
-    return Source(key, label, original, metadata, recorded=stamp), tuple(sizes)
+def _sources(table: str, columns: Sequence[list[Any]], plan: EmbeddingPlan) -> list[Source]:
+    """Return the rows of `_FACTS` as items."""
+    sources = []
+    for key, label, text, stamp, path, bundle in zip(*columns, strict=True):
+        if bundle != plan.bundle:
+            raise DataError(
+                f"{table} holds vectors of another bundle than the one that {PLAN} names."
+            )
+        try:
+            metadata = strict_loads(text)
+            # The column holds bytes, because a file's name need not be UTF-8.
+            original = None if path is None else Path(os.fsdecode(path))
+        except (ValueError, RecursionError, TypeError):
+            metadata = None
+        if key is None or stamp is None or not isinstance(metadata, dict):
+            raise DataError(f"{table} is damaged: a row of it does not describe an item.")
+        sources.append(Source(key, label, original, metadata, None, stamp))
+    if not are_plain(sources):
+        for source in sources:
+            if problem := text_problem(source.id, source.label, source.metadata):
+                raise DataError(f"{table}: {path_text(source.id[:100])}: {problem}.")
+    return sources
 
 
 class Vectors:
@@ -214,40 +215,61 @@ class Vectors:
             folder: EmbeddingPlan.complete_in(folder)
             for folder in (Path(str(name)) for name in dict.fromkeys(named))
         }
-        self.sources = Sources([item for batch, _ in self._rows(()) for item, _ in batch])
+        self._refuse_unfit()
+        self.sources = Sources(
+            [
+                source
+                for folder, plan in self._plans.items()
+                for batch, _ in rows(folder, plan, ())
+                for source in batch
+            ]
+        )
 
     def embedded(self, sources: Sequence[Source]) -> Iterator[list[tuple[Item, str | None]]]:
         """Yield the items of `sources` in batches, as `retrieval.index.adding.embed` does.
 
         No item has a fault.
         """
-        missing = {source.id for source in sources}
-        for batch, arrays in self._rows(list(self._index.generation.widths)):
-            results: list[tuple[Item, str | None]] = []
-            for row, (source, (size, width, height)) in enumerate(batch):
-                if source.id in missing:
-                    missing.remove(source.id)
-                    item = replace(
-                        source.item(self._keep),
-                        bytes=size,
-                        width=width,
-                        height=height,
-                        arrays={name: values[row] for name, values in arrays.items()},
-                    )
-                    results.append((item, None))
-            yield results
-        if missing:
+        self._refuse_unfit()
+        missing = {source.id: source for source in sources}
+        changed = False
+        for folder, plan in self._plans.items():
+            for facts, arrays in self._arrays(folder, plan):
+                results: list[tuple[Item, str | None]] = []
+                for (key, stamp, size, width, height), row in zip(
+                    facts, rows_of(arrays), strict=True
+                ):
+                    source = missing.pop(key, None)
+                    if source is not None:
+                        changed = changed or source.recorded != stamp
+                        path = source.path
+                        if self._keep == "nothing":
+                            path = None
+                        details = (key, source.label, source.metadata, path, stamp, self._keep)
+                        results.append((Item(*details, None, size, width, height, row), None))
+                yield results
+        if missing or changed:
             raise DataError(
                 f"{next(iter(self._plans))} was changed while it was read. Run the command again."
             )
 
-    def _rows(self, arrays: Sequence[str]) -> EmbeddedBatches:
-        # All folders are checked before the first is read, and again on each call, because a
-        # migration may have changed the index's bundle since.
+    def _arrays(
+        self, folder: Path, plan: EmbeddingPlan
+    ) -> Iterator[tuple[Iterator[Any], dict[str, Floats]]]:
+        """Yield batches: rows of key, stamp and sizes, and the arrays that the index stores."""
+        names = list(self._index.generation.widths)
+        for number in range(plan.parts):
+            with _part_table(folder, plan, number) as table:
+                for first, batch in table.batches(["key", "stamp", *SIZES, *names]):
+                    arrays = {name: _numbers(table, batch, name, plan, first) for name in names}
+                    with table_errors(table.path):
+                        columns = [batch[name].to_pylist() for name in ("key", "stamp", *SIZES)]
+                    yield zip(*columns, strict=True), arrays
+
+    def _refuse_unfit(self) -> None:
+        # Each time, because a migration may have changed the index's bundle since.
         for folder, plan in self._plans.items():
             _refuse_unfit(folder, plan, self._index)
-        for folder, plan in self._plans.items():
-            yield from rows(folder, plan, arrays)
 
 
 def _refuse_unfit(folder: Path, plan: EmbeddingPlan, index: Index) -> None:
@@ -284,7 +306,7 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
             f"{folder} has no column '{name}'. If the bundle is split, embed again with --features."
         )
     batches = list(rows(folder, plan, [name]))
-    items = [item for batch, _ in batches for item, _ in batch]
+    items = [item for batch, _ in batches for item in batch]
     return items, np.concatenate([arrays[name] for _, arrays in batches])
 
 
@@ -316,7 +338,7 @@ class VectorRows:
 
     def labels(self) -> list[str]:
         """Return the labels in the order of the rows; raise a `DataError` if an item has none."""
-        items = [item for batch, _ in rows(self._folder, self._plan, ()) for item, _ in batch]
+        items = [item for batch, _ in rows(self._folder, self._plan, ()) for item in batch]
         labels = [item.label for item in items if item.label is not None]
         missing = len(items) - len(labels)
         if missing:

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeAlias
@@ -34,7 +34,7 @@ from retrieval.base.photo_files import (
 from retrieval.errors import DataError, listed
 from retrieval.images.image_files import find_images
 from retrieval.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, refuse_many
-from retrieval.store.filters import metadata_text
+from retrieval.store.filters import flat_texts, metadata_text
 from retrieval.store.filters.tree import has_surrogate, is_long
 from retrieval.store.items import ID_CHARACTERS, Floats, Item, Keep, check_id
 
@@ -399,6 +399,24 @@ def _row_problem(
     if not isinstance(label, str | int | float | None):
         return "'label' is neither text nor a number"
     return text_problem(str(key), label_text(label), metadata)
+
+
+def are_plain(sources: Sequence[Source]) -> bool:
+    """Return whether `text_problem` certainly finds nothing in items."""
+    texts = flat_texts([source.metadata for source in sources])
+    if texts is None or not sources:
+        return False
+    ids = [source.id for source in sources]
+    labels = [source.label for source in sources if source.label is not None]
+    whole = "".join(chain(ids, labels))
+    most = max(map(len, texts)) + 6 * max(map(len, labels), default=0)
+    return (
+        min(map(len, ids)) > 0
+        and max(map(len, ids)) <= ID_CHARACTERS
+        and most < ITEM_CHARACTERS
+        and "\0" not in whole
+        and not has_surrogate(whole)
+    )
 
 
 def text_problem(id: str, label: str | None, metadata: dict[str, Any]) -> str | None:

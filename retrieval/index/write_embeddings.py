@@ -32,7 +32,7 @@ from retrieval.index.adding import Options, Result, embed_collected, refuse_twic
 from retrieval.index.parquet import pyarrow
 from retrieval.index.read_embeddings import BAD, SIZES, EmbeddingPlan, part_file, schema_of
 from retrieval.index.sources import PLAN, Source, Sources, collect, digest_of, paths_of
-from retrieval.store.filters import metadata_text
+from retrieval.store.filters import metadata_texts
 from retrieval.store.items import FEATURES, Item, widths_of
 
 _SMALLEST_PART, _LARGEST_PART = 256, 8192  # items of a part
@@ -202,12 +202,14 @@ def _resumed(folder: Path, new: EmbeddingPlan, batch_size: int | None) -> Embedd
 def _hash_of(sources: Sources) -> str:
     """Return a hash of the keys, labels, metadata, and features or states of files of all items."""
     total = hashlib.sha256()
+    encode = json.JSONEncoder(sort_keys=True).encode
     for item in sources.items:
-        content = item.item().stamp
         if sources.features is not None:
-            content = digest_of(sources.features[item.row].data)
-        state = [item.id, item.label, dict(item.metadata), item.name, content]
-        total.update(json.dumps(state, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
+            content: str | None = digest_of(sources.features[item.row].data)
+        else:
+            content = item.item().stamp
+        state = [item.id, item.label, item.metadata, item.name, content]
+        total.update(encode(state).encode("utf-8", "surrogatepass") + b"\n")
     return total.hexdigest()
 
 
@@ -231,7 +233,10 @@ class _Part:
         if sources.features is None:
             return cls(number, items, None)
         # A process of a cluster gets the features of its part alone.
-        items = [replace(item, row=row) for row, item in enumerate(items)]
+        items = [
+            Source(item.id, item.label, item.path, item.metadata, row)
+            for row, item in enumerate(items)
+        ]
         return cls(number, items, sources.features[rows.start : rows.stop])
 
 
@@ -388,7 +393,7 @@ def _table(pa: Any, plan: EmbeddingPlan, items: Sequence[Item]) -> Any:
     columns: dict[str, Any] = {
         "key": [item.id for item in items],
         "label": [item.label for item in items],
-        "metadata": [metadata_text(item.metadata) for item in items],
+        "metadata": metadata_texts([item.metadata for item in items]),
         "stamp": [item.stamp for item in items],
         "path": [item.path and os.fsencode(item.path) for item in items],
         **{name: [getattr(item, name) for item in items] for name in SIZES},

@@ -132,6 +132,14 @@ def _merged(value: Any, patch: Any) -> Any:
     return content
 
 
+def rows_of(arrays: Mapping[str, Floats]) -> list[dict[str, Floats]]:
+    """Return the rows of arrays (n, width), each with its array by name."""
+    names = list(arrays)
+    return [
+        dict(zip(names, row, strict=True)) for row in zip(*map(list, arrays.values()), strict=True)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Items that a store proposes for one query.

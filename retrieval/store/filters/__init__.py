@@ -15,6 +15,7 @@ from retrieval.store.filters.evaluating import (
     flat_texts as flat_texts,
     matches as matches,
     metadata_text as metadata_text,
+    metadata_texts as metadata_texts,
     to_sql as to_sql,
 )
 from retrieval.store.filters.tree import (

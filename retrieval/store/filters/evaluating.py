@@ -212,6 +212,11 @@ def metadata_text(metadata: Mapping[str, Any]) -> str:
     return json.dumps(_checked_json(metadata, "metadata", 1), ensure_ascii=False)
 
 
+def metadata_texts(metadata: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the metadata of items, each as `metadata_text` does."""
+    return (metadata and flat_texts(metadata)) or list(map(metadata_text, metadata))
+
+
 def flat_texts(metadata: Sequence[Mapping[str, Any]]) -> list[str] | None:
     """Return the metadata of items, each as `metadata_text` does; `None` unless all are flat.
 
