@@ -79,6 +79,21 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     return [*lines, f"{batches} batches per epoch, {epochs} epochs. {verdict}"]
 
 
+def build_batches(recipe: Recipe) -> None:
+    """Read a recipe's data and build its parts and batches, without a step.
+
+    Raises:
+        RetrievalError: training would raise the same error.
+    """
+    if recipe.learner is not None:
+        items_and_backbone(recipe)
+        return
+    run = build_run(Path(recipe.name), recipe)
+    refuse_unanswerable(run)
+    if not nothing_to_train(run):
+        batches_of(run, recipe.sampler)
+
+
 def _check_learner(recipe: Recipe) -> list[str]:
     assert recipe.learner is not None
     dataset, splits, model = items_and_backbone(recipe)

@@ -471,6 +471,9 @@ def test_wrong_recipes_and_options_are_refused_before_anything_runs(write, tmp_p
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     refused(right, write("proxy"), out=tmp_path / "full", says="is not a comparison")
+    wide = write("wide", sampler={"classes": 99, "items": 2})
+    says = r"^wide: \[sampler\] classes: a batch takes 99 classes, but"
+    refused(wide, out=out, search=0, says=says)
     assert not out.exists()
 
 

@@ -19,6 +19,7 @@ from retrieval.errors import DataError, Interrupted, MissingDependency, did_you_
 from retrieval.host.processes import cluster_at, exit_if_imported
 from retrieval.recipe.read import Recipe
 from retrieval.run.encoders import encoder_at
+from retrieval.training.check import build_batches
 from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import (
     ComparisonJob,
@@ -162,6 +163,9 @@ def compare(
     if ray is not None:
         cluster = cluster_at("ray", ray, contestants[0].loaded)
     folder = Path(output).absolute()
+    for first, *_ in by_file:
+        if not (folder / "results" / first.name).exists():
+            _build(first)  # a mistake is reported now, not after other recipes have trained
     folder.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(hold(folder, "comparing into this folder", DataError))
@@ -296,6 +300,13 @@ class ContestantJobs:
         else:
             kind = "net"
         return Contestant(recipe.name, kind, [row["trained"] for row in metrics], searches)
+
+
+def _build(recipe: Recipe) -> None:
+    try:
+        build_batches(recipe)
+    except DataError as error:
+        raise DataError(f"{recipe.name}: {error}") from error
 
 
 def _refuse_too_few(seeds: int, splits: int, search: int, folds: int, repeats: int) -> None:
