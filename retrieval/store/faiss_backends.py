@@ -35,7 +35,6 @@ _ENTRY_POINTS = 32
 """Number of random vectors from which a CPU starts to search a graph without upper levels."""
 _MAX_EF = 65536
 _ADDED_AT_ONCE = 8192
-_READ_BYTES = 1 << 20
 _loading_lock = threading.Lock()
 _gpu_lock = threading.Lock()
 """Lets one thread at a time use the GPU."""
@@ -99,6 +98,7 @@ class FaissBackend(IndexBackend):
     def __init__(self) -> None:
         self._index: Any = None
         self._gpu_index: Any = None
+        self._content = np.empty(0, np.uint8)
 
     def build(self, vectors: Floats32, report: Callable[[int], object]) -> None:
         """Train on a sample that FAISS draws, then add all vectors; see `IndexBackend`."""
@@ -205,7 +205,10 @@ class FaissBackend(IndexBackend):
             # Without a limit, a damaged length could make FAISS allocate terabytes.
             faiss.set_deserialization_vector_byte_limit(max(path.stat().st_size, self.room))
             try:
-                reader = faiss.PyCallbackIOReader(file.read, _READ_BYTES)
+                # FAISS uses the links in place, without a copy, so this array must stay referenced.
+                self._content = np.fromfile(file, np.uint8)
+                pointer = faiss.swig_ptr(self._content)
+                reader = faiss.ZeroCopyIOReader(pointer, len(self._content))
                 index = faiss.read_index(reader, faiss.IO_FLAG_ONDISK_SAME_DIR)
             except Exception as fault:
                 # Quote the last line of FAISS's message; the others name its source files.
