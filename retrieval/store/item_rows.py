@@ -90,6 +90,8 @@ def nearest_candidates(
     if distances is None:
         keys = [0.0] * len(items)
     else:
+        # The unused places are the last.
+        distances = distances[: len(items)]
         keys = distances.tolist()
     if len(set(keys)) < len(keys):
         order = sorted(range(len(keys)), key=lambda position: (keys[position], items[position].id))

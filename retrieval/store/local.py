@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, cast, get_args
 
@@ -161,8 +162,7 @@ class LocalStore(Store):
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
         self._begin_to_write()
-        # The items are checked before the lock keeps others from writing, and again if another
-        # generation is served by then.
+        # The items are checked before the lock keeps others from writing.
         expected_generation = self._written_to
         if not items or expected_generation is None or expected_generation.bundle != bundle:
             with self.record.reading() as connection:
@@ -372,10 +372,7 @@ class LocalStore(Store):
 
         view = self.views.now()
         hits = None
-        if view is None or filter is None:
-            only = None
-        else:
-            only = view.matched.get(filter)
+        only = None if view is None else view.matched.get(filter)
         if view is not None and (filter is None or only is not None):
             hits = nearest(view, only)
             if (answers := self._candidates(view, *hits, count, arrays, None)) is not None:
@@ -415,18 +412,11 @@ class LocalStore(Store):
         answers = self._items_of(groups, connection)
         if answers is None:
             return None
-        candidates = []
-        if squared is None:
-            for items, group, mask in zip(answers, rows, used, strict=True):
-                candidates.append(nearest_candidates(view, items, group[mask], None, count, arrays))
-            return candidates
-        # The unused places are the last.
-        for items, group, distances in zip(answers, rows, np.sqrt(squared), strict=True):
-            size = len(items)
-            candidates.append(
-                nearest_candidates(view, items, group[:size], distances[:size], count, arrays)
-            )
-        return candidates
+        distances = [None] * len(rows) if squared is None else np.sqrt(squared)
+        return [
+            nearest_candidates(view, items, group[mask], apart, count, arrays)
+            for items, group, mask, apart in zip(answers, rows, used, distances, strict=True)
+        ]
 
     def _items_of(
         self, numbers: Sequence[Sequence[int]], connection: apsw.Connection | None
@@ -440,26 +430,18 @@ class LocalStore(Store):
             self._bytes = 0
         # The cache is never stale, since an item that changes gets a new number.
         cached = self._items
-        try:
-            answers = [list(map(cached.__getitem__, group)) for group in numbers]
-        except KeyError:
-            if connection is None:
-                return None
-            answers = None
+        missing = set(chain(*numbers)).difference(cached)
+        if missing and connection is None:
+            return None
         # Every search has this stage, so that its count equals that of searches.
         with stage("items", sum(map(len, numbers))):
-            if answers is not None:
-                return answers
-            missing = {number for group in numbers for number in group if number not in cached}
-            if connection is not None:
-                sql = (
-                    f"select {ITEM_COLUMNS} from items where n in (select value from json_each(?))"
-                )
+            sql = f"select {ITEM_COLUMNS} from items where n in (select value from json_each(?))"
+            if missing and connection is not None:
                 for row in ask(connection, sql, (json.dumps(list(missing)),)):
                     cached[row[0]] = from_row(row)
                     self._bytes += _ITEM_BYTES + 8 * len(row[3])
         try:
-            return [[cached[number] for number in group] for group in numbers]
+            return [list(map(cached.__getitem__, group)) for group in numbers]
         except KeyError:
             raise StoreError(
                 f"The index {self.folder} is damaged: its record lacks an item that its arrays"
