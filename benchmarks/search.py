@@ -1,8 +1,9 @@
 """The cost of a search on one thread with real vectors: exact search, a whole search with ids and
 labels, and search structures of growing size.
 
-    python benchmarks/search.py                      # all three parts, then results/search.md
-    python benchmarks/search.py --parts path         # one part; the other results stay
+    python benchmarks/search.py                      # everything, then results/search.md
+    python benchmarks/search.py --parts exact        # one part; the other results stay
+    python benchmarks/search.py --shapes 50000x64    # the whole path at one shape
     python benchmarks/search.py --vectors mine.npy   # structures on your own vectors, not kept
 
 Vectors are Fashion-MNIST's training images, shifted and mirrored, as principal components of their
@@ -10,29 +11,45 @@ pixels. Vectors of 128 numbers are damped to resemble a trained embedding (96 % 
 about 20 directions). Queries are test images. Libraries that are not installed are left out.
 
 Exact search: the median CPU time of a call, beside FAISS's flat index with its defaults. The whole
-path: the best of several rounds. Structures have their default parameters and propose candidates,
+path takes turns with FAISS by hand; a million vectors of 768 numbers need 10 GB and half an hour.
+Structures have their default parameters and propose candidates,
 whose distances are computed again, as in a search of the index.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tempfile
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
+from retrieval.base.runtime import load_faiss
 from retrieval.bundle.bundle import Encoded
 from retrieval.data.image_archives import read_idx
 from retrieval.index.index import Index
 from retrieval.store.backends import make_backend
 from retrieval.store.exact_search import Companion, nearest
+from retrieval.store.search_structure import MIN_ROWS
 
-from bench import FASHION, RAW, arguments, finish, machine_of, markdown, one_thread, page
+from bench import (
+    FASHION,
+    RAW,
+    WORK,
+    alone,
+    arguments,
+    commit,
+    finish,
+    load,
+    machine_of,
+    markdown,
+    one_thread,
+    page,
+)
 from scaled_bundle import make_bundle, make_index
 
 K = 10
@@ -104,83 +121,93 @@ def exact_rows(shape: tuple[int, int], calls: int) -> list[Row]:
 
 # The whole path
 
-ROWS, WIDTH, ROUNDS = 50_000, 64, 7
-CALLS = {1: 1000, 32: 100}
-"""Queries of a call, and calls in a round."""
-BLAS = faiss.cvar.distance_compute_blas_threshold
-"""FAISS's own setting, which our `hnsw` changes for the whole process."""
+COUNTS, WIDTHS, ROUNDS = (10_000, 50_000, 1_000_000), (64, 128, 768), 15
+BATCHES_OF_PATH = (1, 32)
+SECONDS_OF_TURN = 0.15
+"""Least CPU time of one contestant's turn."""
 
 
-def path() -> Row:
-    """Return the milliseconds of `Index.search` and other libraries, and the recall of `hnsw`."""
-    vectors, queries = vectors_of(ROWS, WIDTH, power=0.0)
+def path_rows(count: int, width: int) -> list[Row]:
+    vectors, queries = vectors_of(count, width, power=0.0 if width == 64 else 0.25)
     queries = np.ascontiguousarray(queries, np.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        indexes = {name: build(Path(folder), vectors, name) for name in ("flat", "hnsw")}
-        ours: dict[str, Search] = {
-            f"Index.search, {name}": lambda some, index=index: index.search(Encoded(some, some), K)
-            for name, index in indexes.items()
-        }
-        ids = [[{hit.id for hit in hits} for hits in way(queries[:1000])] for way in ours.values()]
-        recall = float(np.mean([len(a & b) / K for a, b in zip(*ids, strict=True)]))
-        rows = best_of_rounds(ours | peers(vectors), queries)
-        for index in indexes.values():
-            index.close()
-    return {"recall of hnsw": recall, "rows": rows}
-
-
-def build(folder: Path, vectors: Any, structure: str) -> Index:
-    """Return an open index of vectors with ids and labels."""
-    make_bundle(folder / f"bundle-{structure}", vectors.shape[1], 1.0)
-    make_index(folder / structure, folder / f"bundle-{structure}", vectors, structure)
-    return Index.open(folder / structure, threads=1)
-
-
-def peers(vectors: Any) -> dict[str, Search]:
-    """Return other libraries' searches with their defaults, by name; they return row numbers."""
-    flat, graph = faiss.IndexFlatL2(WIDTH), faiss.IndexHNSWFlat(WIDTH, 32)
-    for index in (flat, graph):
-        index.add(vectors)
-    graph.hnsw.efSearch = 64
-
-    def plain(some: Any, threshold: int) -> Any:
-        before = faiss.cvar.distance_compute_blas_threshold
-        faiss.cvar.distance_compute_blas_threshold = threshold
-        answer = flat.search(some, K)
-        faiss.cvar.distance_compute_blas_threshold = before
-        return answer
-
-    searches = {
-        "IndexFlatL2": lambda some: plain(some, BLAS),
-        "the same, BLAS from 8 queries": lambda some: plain(some, 8 * WIDTH),
-        "IndexHNSWFlat": lambda some: graph.search(some, K),
-    }
-    if importlib.util.find_spec("hnswlib"):
-        import hnswlib
-
-        other = hnswlib.Index("l2", WIDTH)
-        other.init_index(len(vectors), M=32, ef_construction=100)
-        other.set_num_threads(1)
-        other.add_items(vectors)
-        other.set_ef(64)
-        searches["hnswlib"] = lambda some: other.knn_query(some, K)
-    return searches
-
-
-def best_of_rounds(searches: dict[str, Search], queries: Any) -> list[Row]:
-    """Return the milliseconds of a call, the best of all rounds, for each number of queries."""
     rows = []
-    for batch, calls in CALLS.items():
-        parts = [queries[start : start + batch] for start in range(0, batch * calls, batch)]
-        best = dict.fromkeys(searches, float("inf"))
-        for _ in range(ROUNDS):
-            for name, search in searches.items():
-                began = time.process_time()
-                for part in parts:
-                    search(part)
-                best[name] = min(best[name], 1000 * (time.process_time() - began) / calls)
-        rows.append({"queries": batch} | best)
+    for name in ("flat", "hnsw"):
+        if name == "hnsw" and count < MIN_ROWS:
+            continue
+        with tempfile.TemporaryDirectory(dir=WORK) as place:
+            folder = Path(place)
+            make_bundle(folder / "bundle", width, 1.0)
+            make_index(folder / "index", folder / "bundle", vectors, name)
+            first = alone(first_search, folder / "index", queries[:1])
+            with Index.open(folder / "index", threads=1) as index:
+                hand = by_hand(folder / "index", vectors, name)
+                for batch in BATCHES_OF_PATH:
+                    row: Row = {"count": count, "width": width, "index": name, "queries": batch}
+                    row |= turns_of(index, hand, queries, batch) | {"load": load()}
+                    rows.append(row | {"first": first, "commit": commit()})
+                    print(rows[-1], flush=True)
     return rows
+
+
+def first_search(folder: Path, query: Any) -> float:
+    """Return the CPU seconds of opening an index and the first search in it."""
+    load_faiss()
+    began = time.process_time()
+    with Index.open(folder, threads=1) as index:
+        index.search(Encoded(query, query), K)
+        return time.process_time() - began
+
+
+def by_hand(folder: Path, vectors: Any, name: str) -> Search:
+    """Return a search with FAISS that looks up ids and labels in lists.
+
+    The graph is that of the index, and the setting of BLAS that of the index's searches.
+    """
+    ids = [f"{n:07}" for n in range(len(vectors))]
+    labels = [str(n % 10) for n in range(len(vectors))]
+    if name == "flat":
+        faiss_index = faiss.IndexFlatL2(vectors.shape[1])
+        faiss_index.add(vectors)
+    else:
+        backend = make_backend(name, {})
+        (file,) = (folder / "arrays").glob(f"*.{name}")
+        backend.load(file, vectors)
+        faiss_index = backend._index
+
+    def search(some: Any) -> Any:
+        squared, rows = faiss_index.search(some, K)
+        pairs = zip(rows.tolist(), np.sqrt(squared).tolist(), strict=True)
+        return [
+            [(ids[row], labels[row], apart) for row, apart in zip(*pair, strict=True)]
+            for pair in pairs
+        ]
+
+    faiss.cvar.distance_compute_blas_threshold = 8 * vectors.shape[1]
+    return search
+
+
+def turns_of(index: Index, hand: Search, queries: Any, batch: int) -> Row:
+    """Return the least milliseconds of a call of both, and the median ratio of their turns."""
+    searches: dict[str, Search] = {
+        "ours": lambda some: index.search(Encoded(some, some), K),
+        "hand": hand,
+    }
+    parts = [queries[start : start + batch] for start in range(0, len(queries) - batch, batch)]
+    # Items of hits are read once.
+    calls = 0
+    began = time.process_time()
+    while calls < len(parts) and time.process_time() - began < SECONDS_OF_TURN:
+        searches["ours"](parts[calls])
+        calls += 1
+    spent: dict[str, list[float]] = {name: [] for name in searches}
+    for _ in range(ROUNDS):
+        for name, search in searches.items():
+            began = time.process_time()
+            for part in parts[:calls]:
+                search(part)
+            spent[name].append(1000 * (time.process_time() - began) / calls)
+    ratios = np.array(spent["ours"]) / np.array(spent["hand"])
+    return {name: min(times) for name, times in spent.items()} | {"ratio": float(np.median(ratios))}
 
 
 # Structures
@@ -274,8 +301,22 @@ def structures_part(raw: Row) -> str:
     """
 
 
+def path_table(rows: list[Row]) -> str:
+    columns: dict[str, Callable[[Row], str]] = {
+        "vectors": lambda row: f"{row['count']:,} × {row['width']}",
+        "structure": lambda row: f"`{row['index']}`",
+        "queries": lambda row: str(row["queries"]),
+        "`Index.search`": lambda row: f"{row['ours']:.3f}",
+        "by hand": lambda row: f"{row['hand']:.3f}",
+        "ratio": lambda row: f"{row['ratio']:.2f} ×",
+        "first, s": lambda row: f"{row['first']:.2f}",
+        "load": lambda row: f"{row['load']:.0f}",
+        "commit": lambda row: row["commit"],
+    }
+    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+
+
 def render(raw: Row) -> str:
-    contestants = [name for name in raw["path"]["rows"][0] if name != "queries"]
     searches = ["IndexFlatL2", "nearest", "with companion"]
     return page(f"""
         # Search
@@ -290,23 +331,28 @@ def render(raw: Row) -> str:
 
         ## The whole path of a search
 
-        CPU milliseconds of a call among Fashion-MNIST's {ROWS:,} × {WIDTH}. `Index.search` returns
-        ids, labels and exact distances; the libraries return row numbers. FAISS's flat index is
-        measured with its defaults, and with the setting that our `hnsw` makes. The recall of our
-        `hnsw` is {raw["path"]["recall of hnsw"]:.4f}.
+        CPU milliseconds of a call: `Index.search`, which returns ids, labels, metadata and exact
+        distances, and FAISS's search followed by a look-up of ids and labels in lists, over the
+        same graph and with the same setting of BLAS. They take turns of at least
+        {SECONDS_OF_TURN:g} s, {ROUNDS} each; the milliseconds are the least, the ratio is the
+        median. *First* is the CPU time of opening the index and the first search in a process that
+        has imported FAISS. The load is that of the machine at the row's end, of which this script
+        is 1: other programs share its caches and memory.
 
-        {times_table(["queries"], raw["path"]["rows"], contestants)}
+        {path_table(raw["path"])}
 
         {structures_part(raw["structures"])}
     """)
 
 
-PARTS: dict[str, Callable[[], Any]] = {"exact": exact, "path": path, "structures": structures}
+PARTS: dict[str, Callable[[], Any]] = {"exact": exact, "structures": structures}
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=[])
+    shapes = "rows and width such as 50000x64, for the whole path; the rows of other shapes stay"
+    parser.add_argument("--shapes", nargs="*", default=[], help=shapes)
     mine = "a .npy file (N, D) float32 to build structures over; its last rows are the queries"
     parser.add_argument("--vectors", type=Path, help=mine)
     options = parser.parse_args()
@@ -314,9 +360,18 @@ def main() -> None:
     if options.vectors:
         print(page(structures_part(structures(options.vectors))))
         return
-    raw = json.loads((RAW / "search.json").read_text(encoding="utf-8"))
-    raw |= {name: PARTS[name]() for name in options.parts}
-    finish("search", raw, render(raw))
+    WORK.mkdir(exist_ok=True)
+    chosen = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
+    if not options.parts and not chosen:
+        options.parts = list(PARTS)
+        chosen = [(count, width) for count in COUNTS for width in WIDTHS]
+    parts = {name: PARTS[name]() for name in options.parts}
+    rows = [row for shape in chosen for row in path_rows(*shape)]
+    raw = json.loads((RAW / "search.json").read_text(encoding="utf-8")) | parts
+    others = [row for row in raw["path"] if (row["count"], row["width"]) not in chosen]
+    order = itemgetter("count", "width", "index", "queries")
+    raw["path"] = sorted([*others, *rows], key=order)
+    finish("search", raw, render(raw), measured=bool(options.parts))
 
 
 if __name__ == "__main__":
