@@ -12,7 +12,7 @@ from retrieval.errors import DataError
 from retrieval.helpers import Count, Counts, differing, read_records, refuse
 from retrieval.plugin import ArrayDataset, Dataset, find_images
 
-from retrieval_sets.published import Lists, Published, Row, assemble, documented, read_lines
+from retrieval_sets.published import Listing, Published, Row, documented, read_lines
 
 FOOD = Published(
     "Food-101",
@@ -54,12 +54,9 @@ def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
         folder: the folder `food-101`, or its parent.
     """
     names = {side: f"meta/{side}.txt" for side in ("train", "test")}
-    root = FOOD.root(folder, "images", *names.values(), inside=["food-101"])
-    problems: list[str] = []
-    rows = _listed(root, names, ".jpg", problems)
-    return assemble(
-        FOOD, Lists(root / "images", rows, problems), counts, where=folder, skip_bad=skip_bad
-    )
+    listing = FOOD.listing(folder, "images", *names.values(), inside=["food-101"])
+    _add_rows(listing, names, ".jpg")
+    return listing.dataset(counts, skip_bad, images="images")
 
 
 @documented
@@ -83,12 +80,9 @@ def dtd(
         "validation": f"labels/val{partition}.txt",
         "test": f"labels/test{partition}.txt",
     }
-    root = DTD.root(folder, "images", *names.values(), inside=["dtd"])
-    problems: list[str] = []
-    rows = _listed(root, names, "", problems)
-    return assemble(
-        DTD, Lists(root / "images", rows, problems), counts, where=folder, skip_bad=skip_bad
-    )
+    listing = DTD.listing(folder, "images", *names.values(), inside=["dtd"])
+    _add_rows(listing, names, "")
+    return listing.dataset(counts, skip_bad, images="images")
 
 
 @documented
@@ -121,13 +115,11 @@ def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     return _folders(CALTECH256, "256_ObjectCategories", "257.clutter", folder, counts, skip_bad)
 
 
-def _listed(root: Path, names: Mapping[str, str], ending: str, problems: list[str]) -> list[Row]:
-    """Return the images in the list of each side, whose lines are CLASS/NAME."""
-    rows = []
+def _add_rows(listing: Listing, names: Mapping[str, str], ending: str) -> None:
+    """Add the images in the list of each side, whose lines are CLASS/NAME."""
     for side, name in names.items():
-        for _, (word,) in read_lines(root / name, 1, problems):
-            rows.append(Row(f"{word}{ending}", word.split("/")[0], side))
-    return rows
+        for _, (word,) in read_lines(listing.root / name, 1, listing.problems):
+            listing.rows.append(Row(f"{word}{ending}", word.split("/")[0], side))
 
 
 def _folders(
@@ -138,22 +130,17 @@ def _folders(
         root = folder
     else:
         root = published.root(folder, name, inside=[]) / name
+    listing = Listing(published, folder, root)
     images = find_images(root)
-    keys = [path.relative_to(root) for path in images.images]
     if images.nowhere:
-        dangling = [images.dangling(root)]
-    else:
-        dangling = []
-    rows = [
-        Row(key.as_posix(), key.parts[0], "")
-        for key in keys
-        if len(key.parts) == 2 and key.parts[0] != left_out
-    ]
-    # A dangling link is a fault, unless the user asked to skip what cannot be read.
-    problems, notes = ([], dangling) if skip_bad else (dangling, [])
-    return assemble(
-        published, Lists(root, rows, problems, notes), counts, where=folder, skip_bad=skip_bad
-    )
+        # A dangling link is a fault, unless the user asked to skip what cannot be read.
+        faults = listing.notes if skip_bad else listing.problems
+        faults.append(images.dangling(root))
+    for path in images.images:
+        key = path.relative_to(root)
+        if len(key.parts) == 2 and key.parts[0] != left_out:
+            listing.rows.append(Row(key.as_posix(), key.parts[0], ""))
+    return listing.dataset(counts, skip_bad)
 
 
 @documented

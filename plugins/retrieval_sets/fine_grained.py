@@ -15,11 +15,9 @@ from retrieval.helpers import Box, Count, Counts
 from retrieval.plugin import Dataset
 
 from retrieval_sets.published import (
-    Lists,
     Published,
     Row,
     annotation_bytes,
-    assemble,
     documented,
     numbers,
     read_lines,
@@ -144,8 +142,9 @@ def cub200(
         folder: the folder `CUB_200_2011`, or its parent.
         crop: whether to crop images to the birds' boxes.
     """
-    root = CUB.root(folder, *_CUB_FILES, inside=["CUB_200_2011"])
-    problems: list[str] = []
+    listing = CUB.listing(folder, *_CUB_FILES, inside=["CUB_200_2011"])
+    root = listing.root
+    problems = listing.problems
     names = {}
     for line, (text, name) in read_lines(root / "classes.txt", 2, problems):
         if species := numbers(root / "classes.txt", line, [text], problems, 1, SPECIES):
@@ -156,7 +155,6 @@ def cub200(
         if species := numbers(class_list, line, [text], problems, 1, SPECIES):
             labels[key] = species[0]
     boxes = _boxes(root / "bounding_boxes.txt", problems)
-    rows = []
     for _, (key, path) in read_lines(root / "images.txt", 2, problems):
         number = labels.get(key)
         if number is None or number not in names:
@@ -168,11 +166,8 @@ def cub200(
             side = "train"
         else:
             side = "test"
-        rows.append(Row(path, names[number], side, box=boxes.get(key)))
-    images = root / "images"
-    return assemble(
-        CUB, Lists(images, rows, problems), counts, where=folder, crop=crop, skip_bad=skip_bad
-    )
+        listing.rows.append(Row(path, names[number], side, box=boxes.get(key)))
+    return listing.dataset(counts, skip_bad, images="images", crop=crop)
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
@@ -207,14 +202,12 @@ def cars196(
         folder: the folder that holds one of these layouts.
         crop: whether to crop images to the cars' boxes.
     """
-    CARS.root(folder)
-    problems: list[str] = []
+    listing = CARS.listing(folder)
     if (folder / "cars_annos.mat").is_file():
         fields = ("relative_im_path", "class", *_CARS_BOX)
         annotations = read_matlab(folder / "cars_annos.mat", fields)
     else:
         annotations = _two_folders(folder)
-    rows = []
     for path, number, left, top, right, bottom in annotations:
         box = left, top, right, bottom
         if (
@@ -222,18 +215,18 @@ def cars196(
             or not isinstance(number, int | float)
             or not 1 <= number <= MODELS
         ):
-            problems.append(f"{path} has the class {number}, which is not from 1 to {MODELS}.")
+            listing.problems.append(
+                f"{path} has the class {number}, which is not from 1 to {MODELS}."
+            )
             continue
         if crop and any(not isinstance(edge, int | float) for edge in box):
-            problems.append(f"{path} has no box in the annotations.")
+            listing.problems.append(f"{path} has no box in the annotations.")
         if number <= MODELS // 2:
             side = "train"
         else:
             side = "test"
-        rows.append(Row(path, f"{int(number):03d}", side, box=box))
-    return assemble(
-        CARS, Lists(folder, rows, problems), counts, where=folder, crop=crop, skip_bad=skip_bad
-    )
+        listing.rows.append(Row(path, f"{int(number):03d}", side, box=box))
+    return listing.dataset(counts, skip_bad, crop=crop)
 
 
 def _two_folders(folder: Path) -> list[tuple[Any, ...]]:

@@ -11,11 +11,10 @@ from retrieval.helpers import Count, Counts, CsvTable, strict_loads
 from retrieval.plugin import Dataset, find_images
 
 from retrieval_sets.published import (
-    Lists,
+    Listing,
     Published,
     Row,
     annotation_bytes,
-    assemble,
     documented,
     gallery_images,
     read_lines,
@@ -35,11 +34,13 @@ DISC = Published(
     "Meta AI (ai.meta.com/datasets/disc21-dataset)",
     "queries/, references/ and the file of ground_truth",
     {"query": [Count(25_000), Count(50_000)], "gallery": [Count(1_000_000)]},
+    unknown=True,
 )
 WILDLIFE = Published(
     "a data set in the layout of WildlifeReID-10k",
     "its makers (kaggle.com/datasets/wildlifedatasets/wildlifereid-10k)",
     "metadata.csv with the columns identity, path and split, and the images of its paths",
+    unknown=True,
 )
 _WILDLIFE_ROLES = {"train": "gallery", "database": "gallery", "test": "query", "query": "query"}
 
@@ -55,16 +56,16 @@ def gpr1200(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     Args:
         folder: the folder `GPR1200`, or its parent.
     """
-    root = GPR.root(folder, "images", inside=["GPR1200"])
-    problems = []
-    rows = []
-    for path in find_images(root / "images").images:
-        key = path.relative_to(root).as_posix()
+    listing = GPR.listing(folder, "images", inside=["GPR1200"])
+    for path in find_images(listing.root / "images").images:
+        key = path.relative_to(listing.root).as_posix()
         if match := _GPR_NAME.fullmatch(path.name):
-            rows.append(Row(key, match[1], "test"))
+            listing.rows.append(Row(key, match[1], "test"))
         else:
-            problems.append(f"{key}: its name does not begin with the number of a category.")
-    return assemble(GPR, Lists(root, rows, problems), counts, where=folder, skip_bad=skip_bad)
+            listing.problems.append(
+                f"{key}: its name does not begin with the number of a category."
+            )
+    return listing.dataset(counts, skip_bad)
 
 
 @documented
@@ -94,23 +95,21 @@ def met(
         "its makers (cmp.felk.cvut.cz/met)",
         f"images/ and ground_truth/ with {' and '.join(lists.values())}",
         {"gallery": [Count(397_121, 224_408)], "query": [_MET_QUERIES[queries]]},
+        unknown=True,
     )
     names = [f"ground_truth/{name}" for name in lists.values()]
-    root = published.root(folder, "images", *names)
-    problems = []
-    rows = []
+    listing = published.listing(folder, "images", *names)
     for role, name in lists.items():
         label_key = "id" if role == "gallery" else "MET_id"
-        for number, entry in enumerate(_entries(root / "ground_truth" / name)):
+        for number, entry in enumerate(_entries(listing.root / "ground_truth" / name)):
             path = entry.get("path")
             # a query of no exhibit has no id
             label = entry.get(label_key, "no exhibit" if role == "query" else None)
             if isinstance(path, str) and isinstance(label, str | int):
-                rows.append(Row(f"images/{path}", str(label), "test", role))
+                listing.rows.append(Row(f"images/{path}", str(label), "test", role))
             else:
-                problems.append(f"{name}: entry {number} lacks 'path' or {label_key!r}.")
-    listed = Lists(root, rows, problems)
-    return assemble(published, listed, counts, where=folder, skip_bad=skip_bad, unknown=True)
+                listing.problems.append(f"{name}: entry {number} lacks 'path' or {label_key!r}.")
+    return listing.dataset(counts, skip_bad)
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
@@ -150,18 +149,16 @@ def ilias(
         "OBJECT/query/ and OBJECT/pos/ with images for each object",
         {"query": [Count(1_232, 1_000)], "gallery": [Count(4_715 + len(unrelated))]},
     )
-    published.root(root)
-    rows = []
+    listing = Listing(published, folder, published.root(root))
     for role, name in (("query", "query"), ("gallery", "pos")):
         for path in sorted(root.glob(f"*/{name}/*.jpg")):
             key = path.relative_to(root).as_posix()
             if key not in unrelated_keys:
-                rows.append(Row(key, key.partition("/")[0], "test", role))
-    if not rows:
+                listing.rows.append(Row(key, key.partition("/")[0], "test", role))
+    if not listing.rows:
         raise DataError(f"{folder} is not ILIAS: OBJECT/query is missing. {published.advice}")
-    return assemble(
-        published, Lists(root, [*rows, *unrelated], []), counts, where=folder, skip_bad=skip_bad
-    )
+    listing.rows += unrelated
+    return listing.dataset(counts, skip_bad)
 
 
 @documented
@@ -183,21 +180,20 @@ def disc21(
         ground_truth: the file whose queries are loaded, with lines "query_id,reference_id". The
             second value is empty for a query without a source.
     """
-    root = DISC.root(folder, "queries", "references", ground_truth)
-    problems: list[str] = []
+    listing = DISC.listing(folder, "queries", "references", ground_truth)
+    root = listing.root
     sources: dict[str, list[str]] = {}
-    for _, (query, reference) in read_lines(root / ground_truth, 2, problems, comma=True):
+    for _, (query, reference) in read_lines(root / ground_truth, 2, listing.problems, comma=True):
         if query != "query_id":
             listed = sources.setdefault(query, [])
             if reference:
                 listed.append(f"references/{reference}.jpg")
-    rows = []
     for query, keys in sources.items():
         key = f"queries/{query}.jpg"
-        rows.append(Row(key, key, "test", "query", metadata={"relevant": ";".join(keys)}))
-    rows += gallery_images(root, "references")
-    lists = Lists(root, rows, problems)
-    return assemble(DISC, lists, counts, where=folder, skip_bad=skip_bad, unknown=True)
+        metadata = {"relevant": ";".join(keys)}
+        listing.rows.append(Row(key, key, "test", "query", metadata=metadata))
+    listing.rows += gallery_images(root, "references")
+    return listing.dataset(counts, skip_bad)
 
 
 @documented
@@ -214,20 +210,18 @@ def wildlife_reid10k(folder: Path, skip_bad: bool = False) -> Dataset:
     Args:
         folder: the folder that holds `metadata.csv` and its images.
     """
-    root = WILDLIFE.root(folder, "metadata.csv")
-    path = root / "metadata.csv"
+    listing = WILDLIFE.listing(folder, "metadata.csv")
+    path = listing.root / "metadata.csv"
     table = CsvTable(str(path), ["identity", "path", "split"], lambda: path.open("rb"))
-    problems = [f"metadata.csv, line {line}: {text}" for line, text in table.problems]
-    rows = []
+    listing.problems += [f"metadata.csv, line {line}: {text}" for line, text in table.problems]
     for line, row in table.rows:
         role = _WILDLIFE_ROLES.get(row["split"].lower())
         if role is None or not row["identity"]:
-            problems.append(
+            listing.problems.append(
                 f"metadata.csv, line {line}: the split must be train, database, test or query, and"
                 " the identity must be given."
             )
             continue
         metadata = {name: row[name] for name in ("dataset", "species") if row.get(name)}
-        rows.append(Row(row["path"], row["identity"], "test", role, metadata=metadata))
-    lists = Lists(root, rows, problems)
-    return assemble(WILDLIFE, lists, "any", where=folder, skip_bad=skip_bad, unknown=True)
+        listing.rows.append(Row(row["path"], row["identity"], "test", role, metadata=metadata))
+    return listing.dataset("any", skip_bad)

@@ -10,10 +10,8 @@ from retrieval.plugin import Dataset
 
 from retrieval_sets.published import (
     SPLIT_AND_ROLE,
-    Lists,
     Published,
     Row,
-    assemble,
     documented,
     numbers,
     read_lines,
@@ -44,6 +42,7 @@ SOP = Published(
     "Ebay_train.txt, Ebay_test.txt and the folders of images that they name (bicycle_final/ and"
     " so on)",
     {"train": [Count(59_551, 11_318)], "test": [Count(60_502, 11_316)]},
+    apart="products",
 )
 IN_SHOP = Published(
     "In-Shop Clothes Retrieval",
@@ -77,17 +76,17 @@ def inaturalist2018(
     Args:
         folder: the folder that holds `train_val2018` and the lists.
     """
-    problems: list[str] = []
-    root = INAT.root(folder, "train_val2018")
-    rows = []
+    listing = INAT.listing(folder, "train_val2018")
     for name, side in (("Inat_train_set1.txt", "train"), ("Inat_test_set1.txt", "test")):
-        path = INAT.file(root, name, f"Inat_dataset_splits/{name}")
-        for _, (word,) in read_lines(path, 1, problems):
+        path = INAT.file(listing.root, name, f"Inat_dataset_splits/{name}")
+        for _, (word,) in read_lines(path, 1, listing.problems):
             if (parts := _of_path(word)) is None:
-                problems.append(f"{name}: {word!r} is not train_val2018/GROUP/SPECIES/NAME.jpg.")
+                listing.problems.append(
+                    f"{name}: {word!r} is not train_val2018/GROUP/SPECIES/NAME.jpg."
+                )
             else:
-                rows.append(Row(parts[0], parts[2], side, metadata={"group": parts[1]}))
-    return assemble(INAT, Lists(root, rows, problems), counts, where=folder, skip_bad=skip_bad)
+                listing.rows.append(Row(parts[0], parts[2], side, metadata={"group": parts[1]}))
+    return listing.dataset(counts, skip_bad)
 
 
 def _of_path(path: str) -> tuple[str, str, str] | None:
@@ -120,9 +119,10 @@ def google_landmarks_v2(
     name = "train_clean.csv"
     listed = "index_image_to_landmark.csv"
     solution = "retrieval_solution_v2.1.csv"
-    root = LANDMARKS.root(folder, name, listed, solution)
-    problems: list[str] = []
-    rows = []
+    listing = LANDMARKS.listing(folder, name, listed, solution)
+    root = listing.root
+    rows = listing.rows
+    problems = listing.problems
     for _, (label, images) in read_lines(root / name, 2, problems, skip=1, comma=True):
         rows += [Row(_image_path("train", image), label, "train") for image in images.split()]
     # The solution lists images, not landmarks; the index says what they show.
@@ -143,7 +143,7 @@ def google_landmarks_v2(
             metadata = {"usage": usage, "relevant": ";".join(relevant)}
             key = _image_path("test", image)
             rows.append(Row(key, landmark, "test", "query", metadata=metadata))
-    return assemble(LANDMARKS, Lists(root, rows, problems), counts, where=folder, skip_bad=skip_bad)
+    return listing.dataset(counts, skip_bad)
 
 
 def _image_path(side: str, image: str) -> str:
@@ -166,17 +166,16 @@ def stanford_online_products(
         folder: the folder `Stanford_Online_Products`, or its parent.
     """
     lists = ("Ebay_train.txt", "Ebay_test.txt")
-    root = SOP.root(folder, *lists, inside=["Stanford_Online_Products"])
-    problems: list[str] = []
-    rows = []
+    listing = SOP.listing(folder, *lists, inside=["Stanford_Online_Products"])
+    problems = listing.problems
     for name, side in zip(lists, ("train", "test"), strict=True):
-        for line, (*ids, path) in read_lines(root / name, 4, problems, skip=1):
-            if (parsed := numbers(root / name, line, ids, problems, 1, _MAX_ID)) is not None:
+        file = listing.root / name
+        for line, (*ids, path) in read_lines(file, 4, problems, skip=1):
+            if (parsed := numbers(file, line, ids, problems, 1, _MAX_ID)) is not None:
                 category = path.split("/")[0].removesuffix("_final")
-                rows.append(Row(path, str(parsed[1]), side, metadata={"category": category}))
-    return assemble(
-        SOP, Lists(root, rows, problems), counts, where=folder, apart="products", skip_bad=skip_bad
-    )
+                metadata = {"category": category}
+                listing.rows.append(Row(path, str(parsed[1]), side, metadata=metadata))
+    return listing.dataset(counts, skip_bad)
 
 
 @documented
@@ -194,15 +193,14 @@ def in_shop(
         folder: the folder that holds `img/` and the lists.
         crop: whether to crop images to the boxes in `list_bbox_inshop.txt`.
     """
-    images = IN_SHOP.root(folder, "img", inside=["Img"])
+    listing = IN_SHOP.listing(folder, "img", inside=["Img"])
+    problems = listing.problems
     name = "list_eval_partition.txt"
     boxed = "list_bbox_inshop.txt"
     listed = IN_SHOP.file(folder, f"Eval/{name}", name)
-    problems: list[str] = []
     boxes: dict[str, Box] = {}
     if crop:
         boxes = _boxes(IN_SHOP.file(folder, f"Anno/{boxed}", boxed), problems)
-    rows = []
     # The first line is the number of images, the second names the columns.
     for line, (path, item, status) in read_lines(listed, 3, problems, skip=2):
         if status not in SPLIT_AND_ROLE:
@@ -213,10 +211,8 @@ def in_shop(
         if crop and path not in boxes:
             problems.append(f"{path} has no box in list_bbox_inshop.txt.")
         split, role = SPLIT_AND_ROLE[status]
-        rows.append(Row(path, item, split, role, boxes.get(path)))
-    return assemble(
-        IN_SHOP, Lists(images, rows, problems), counts, where=folder, crop=crop, skip_bad=skip_bad
-    )
+        listing.rows.append(Row(path, item, split, role, boxes.get(path)))
+    return listing.dataset(counts, skip_bad, crop=crop)
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:

@@ -145,12 +145,17 @@ class Published:
         counts: numbers of images and classes, by side ("train", "validation", "test", "query",
             "gallery"). If releases or the paper differ, a side has several; any of them is
             accepted.
+        apart: plural noun for its labels in messages, such as "products", if no label may be in
+            both training and test.
+        unknown: whether the gallery may lack classes of queries.
     """
 
     title: str
     home: str
     holds: str
     counts: Mapping[str, Sequence[Count]] = field(default_factory=dict)
+    apart: str | None = None
+    unknown: bool = False
 
     @property
     def advice(self) -> str:
@@ -174,6 +179,10 @@ class Published:
                 return candidate
         missing = [name for name in names if not (folder / name).exists()]
         raise DataError(f"{folder} is not {self.title}: {some(missing)} is missing. {self.advice}")
+
+    def listing(self, folder: Path, *names: str, inside: Sequence[str] = ()) -> Listing:
+        """Return an empty listing of the data set; see `root`."""
+        return Listing(self, folder, self.root(folder, *names, inside=inside))
 
     def file(self, folder: Path, *candidates: str) -> Path:
         """Return the first of the candidates, paths in `folder`, that is a file.
@@ -208,82 +217,77 @@ class Row(NamedTuple):
     metadata: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Lists:
-    """What the lists of a data set say.
+@dataclass
+class Listing:
+    """The images that the lists of a data set name, and what is wrong with these lists.
 
     Attributes:
-        images: the folder to which the paths of the rows are relative.
+        published: the published data set.
+        where: the user's folder, for error messages.
+        root: the folder that holds the lists.
         rows: the images of the lists.
-        problems: problems found while reading the lists.
+        problems: problems of the lists.
         notes: see `Dataset`.
     """
 
-    images: Path
-    rows: Sequence[Row]
-    problems: Sequence[str]
-    notes: Sequence[str] = ()
+    published: Published
+    where: Path
+    root: Path
+    rows: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
+    def dataset(
+        self, counts: Counts, skip_bad: bool, *, images: str = "", crop: bool = False
+    ) -> Dataset:
+        """Return the data set, after checking it against the published one.
 
-def assemble(
-    published: Published,
-    lists: Lists,
-    counts: Counts,
-    *,
-    where: Path,
-    apart: str | None = None,
-    crop: bool = False,
-    skip_bad: bool = False,
-    unknown: bool = False,
-) -> Dataset:
-    """Return the data set of `lists`, after checking it against the published one.
+        Args:
+            counts: "published" requires the published counts, and a gallery with every query's
+                class.
+            skip_bad: whether to skip unreadable images; the counts include them.
+            images: subfolder of `root` to which the paths of the rows are relative.
+            crop: whether to crop images to their boxes.
 
-    Args:
-        published: the published data set.
-        lists: the images of the lists.
-        counts: "published" requires the published counts, and a gallery with every query's class.
-        where: the user's folder, for error messages.
-        apart: plural noun for the labels in messages, such as "products". If it is set, no label
-            may be in both training and test.
-        crop: whether to crop images to their boxes.
-        skip_bad: whether to skip unreadable images; the counts include them.
-        unknown: whether the gallery may lack classes of queries.
-
-    Raises:
-        DataError: lists are wrong, images are missing, counts differ, the gallery is empty, or it
-            lacks classes of queries. The message lists all problems.
-    """
-    images = lists.images
-    rows = lists.rows
-    problems = [*lists.problems]
-    if not rows and not problems:
-        problems.append("its lists name no image.")
-    if apart:
-        sides = ({row.label for row in rows if row.split == side} for side in ("train", "test"))
-        if both := set.intersection(*sides):
-            problems.append(f"{len(both):,} {apart} are on both sides, training and test.")
-    problems += _path_problems(images, rows)
-    problems += _role_problems(rows, counts == "published", unknown)
-    if counts == "published":
-        problems += count_problems(published, rows)
-    if problems:
-        refuse(f"{where} ({published.title})", [*problems, published.advice])
-    notes = [*lists.notes]
-    if skip_bad:
-        readable, unread = skip_unreadable([images / row.path for row in rows], str(where))
-        rows = [rows[i] for i in readable]
-        notes += unread
-    return FileDataset(
-        [images / row.path for row in rows],
-        [row.label for row in rows],
-        [row.path for row in rows],
-        splits=[row.split for row in rows] if any(row.split for row in rows) else None,
-        roles=[row.role for row in rows] if any(row.role for row in rows) else None,
-        metadata=[row.metadata for row in rows] if any(row.metadata for row in rows) else None,
-        boxes=[row.box for row in rows] if crop else None,
-        advice=ADVICE,
-        notes=notes,
-    )
+        Raises:
+            DataError: lists are wrong, images are missing, counts differ, the gallery is empty, or
+                it lacks classes of queries. The message lists all problems.
+        """
+        published = self.published
+        folder = self.root / images
+        rows = self.rows
+        problems = [*self.problems]
+        if not rows and not problems:
+            problems.append("its lists name no image.")
+        if published.apart:
+            sides = ({row.label for row in rows if row.split == side} for side in ("train", "test"))
+            if both := set.intersection(*sides):
+                problems.append(
+                    f"{len(both):,} {published.apart} are on both sides, training and test."
+                )
+        problems += _path_problems(folder, rows)
+        problems += _role_problems(rows, counts == "published", published.unknown)
+        if counts == "published":
+            problems += count_problems(published, rows)
+        if problems:
+            refuse(f"{self.where} ({published.title})", [*problems, published.advice])
+        notes = [*self.notes]
+        if skip_bad:
+            paths = [folder / row.path for row in rows]
+            readable, unread = skip_unreadable(paths, str(self.where))
+            rows = [rows[i] for i in readable]
+            notes += unread
+        return FileDataset(
+            [folder / row.path for row in rows],
+            [row.label for row in rows],
+            [row.path for row in rows],
+            splits=[row.split for row in rows] if any(row.split for row in rows) else None,
+            roles=[row.role for row in rows] if any(row.role for row in rows) else None,
+            metadata=[row.metadata for row in rows] if any(row.metadata for row in rows) else None,
+            boxes=[row.box for row in rows] if crop else None,
+            advice=ADVICE,
+            notes=notes,
+        )
 
 
 def count_problems(published: Published, rows: Sequence[Row]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -13,10 +12,9 @@ from retrieval.plugin import Dataset, find_images
 
 from retrieval_sets.published import (
     SPLIT_AND_ROLE,
-    Lists,
+    Listing,
     Published,
     Row,
-    assemble,
     documented,
     numbers,
     read_lines,
@@ -77,30 +75,22 @@ def vehicle_id(
             "train": _VEHICLE_TRAIN,
             "test": [Count(images, _SIZES[size]) for images in _TEST_IMAGES[size]],
         },
+        apart="vehicles",
     )
     lists = {"train": "train_list.txt", "test": f"test_list_{_SIZES[size]}.txt"}
-    root = published.root(
+    listing = published.listing(
         folder,
         "image",
         *(f"train_test_split/{n}" for n in lists.values()),
         inside=["VehicleID_V1.0"],
     )
-    problems: list[str] = []
-    rows = []
+    problems = listing.problems
     for side, name in lists.items():
-        path = root / "train_test_split" / name
+        path = listing.root / "train_test_split" / name
         for line, words in read_lines(path, 2, problems):
             if numbers(path, line, words, problems, 0, 10**9) is not None:
-                rows.append(Row(f"{words[0]}.jpg", words[1], side))
-    images = root / "image"
-    return assemble(
-        published,
-        Lists(images, rows, problems),
-        counts,
-        where=folder,
-        apart="vehicles",
-        skip_bad=skip_bad,
-    )
+                listing.rows.append(Row(f"{words[0]}.jpg", words[1], side))
+    return listing.dataset(counts, skip_bad, images="image")
 
 
 @documented
@@ -117,10 +107,9 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
         folder: the folder `VeRi`, or its parent.
     """
     folders = {"train": "image_train", "query": "image_query", "gallery": "image_test"}
-    root = VERI.root(folder, *folders.values(), inside=["VeRi", "VeRi_with_plate"])
-    problems: list[str] = []
-    rows = list(_rows(root, folders, problems))
-    return assemble(VERI, Lists(root, rows, problems), counts, where=folder, skip_bad=skip_bad)
+    listing = VERI.listing(folder, *folders.values(), inside=["VeRi", "VeRi_with_plate"])
+    _add_rows(listing, folders)
+    return listing.dataset(counts, skip_bad)
 
 
 @documented
@@ -137,38 +126,39 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
         folder: the folder `Market-1501-v15.09.15`, or its parent.
     """
     folders = {"train": "bounding_box_train", "query": "query", "gallery": "bounding_box_test"}
-    root = MARKET.root(folder, *folders.values(), inside=["Market-1501-v15.09.15", "market1501"])
-    problems: list[str] = []
-    rows = list(_rows(root, folders, problems))
-    people = [row for row in rows if row.label != "-1"]
-    notes = []
-    if junk := len(rows) - len(people):
-        notes.append(f"{junk:,} junk images are left out.")
-    lists = Lists(root, people, problems, notes)
-    return assemble(MARKET, lists, counts, where=folder, skip_bad=skip_bad)
+    inside = ["Market-1501-v15.09.15", "market1501"]
+    listing = MARKET.listing(folder, *folders.values(), inside=inside)
+    _add_rows(listing, folders)
+    people = [row for row in listing.rows if row.label != "-1"]
+    if junk := len(listing.rows) - len(people):
+        listing.notes.append(f"{junk:,} junk images are left out.")
+    listing.rows = people
+    return listing.dataset(counts, skip_bad)
 
 
-def _rows(root: Path, folders: dict[str, str], problems: list[str]) -> Iterator[Row]:
-    """Yield the images of the folder of each part, whose names contain identity and camera."""
+def _add_rows(listing: Listing, folders: dict[str, str]) -> None:
+    """Add the images of the folder of each part, whose names contain identity and camera."""
     misnamed = []
+    root = listing.root
     for part, name in folders.items():
         split, role = SPLIT_AND_ROLE[part]
         try:
-            listing = find_images(root / name)
+            images = find_images(root / name)
         except DataError as error:
-            problems.append(str(error))
+            listing.problems.append(str(error))
             continue
-        if listing.nowhere:
-            problems.append(listing.dangling(root / name))
-        for path in listing.images:
+        if images.nowhere:
+            listing.problems.append(images.dangling(root / name))
+        for path in images.images:
             key = path.relative_to(root).as_posix()
             if match := _FILE_NAME.fullmatch(path.name):
-                yield Row(key, match[1], split, role, metadata={"camera": f"c{int(match[2])}"})
+                metadata = {"camera": f"c{int(match[2])}"}
+                listing.rows.append(Row(key, match[1], split, role, metadata=metadata))
             else:
                 # Misnamed files are collected, so that one error names all of them.
                 misnamed.append(key)
     if misnamed:
-        problems.append(
+        listing.problems.append(
             f"{len(misnamed):,} images are not named ID_cCAMERA_… like 0002_c1s1_000451_03.jpg:"
             f" {', '.join(misnamed[:5])}."
         )

@@ -15,11 +15,9 @@ from retrieval.helpers import Count, Counts
 from retrieval.plugin import Dataset
 
 from retrieval_sets.published import (
-    Lists,
     Published,
     Row,
     annotation_bytes,
-    assemble,
     documented,
     gallery_images,
 )
@@ -80,39 +78,36 @@ def _revisited(
 ) -> Dataset:
     file = f"gnd_{name}.pkl"
     queries, images = _COUNTS[name]
-    rows: list[Row] = []
-    if distractors:
-        rows += gallery_images(folder, distractors)
+    unrelated = gallery_images(folder, distractors) if distractors else []
     published = Published(
         title,
         "its makers (cmp.felk.cvut.cz/revisitop)",
         f"jpg/ and {file}",
-        {"query": [Count(queries)], "gallery": [Count(images + len(rows))]},
+        {"query": [Count(queries)], "gallery": [Count(images + len(unrelated))]},
+        unknown=True,
     )
-    root = published.root(folder, "jpg", file)
-    problems: list[str] = []
-    table = _read_pickle(root / file)
+    listing = published.listing(folder, "jpg", file)
+    listing.rows += unrelated
+    table = _read_pickle(listing.root / file)
     keys = [f"jpg/{image}.jpg" for image in _texts(table, "imlist", file)]
-    rows += [Row(key, key, "test", "gallery") for key in keys]
+    listing.rows += [Row(key, key, "test", "gallery") for key in keys]
     annotations = _entry(table, "gnd", file)
     names = _texts(table, "qimlist", file)
     if not isinstance(annotations, list) or len(annotations) != len(names):
-        raise DataError(f"{root / file}: 'gnd' must have one entry for each of 'qimlist'.")
+        raise DataError(f"{listing.root / file}: 'gnd' must have one entry for each of 'qimlist'.")
     for image, entry in zip(names, annotations, strict=True):
         key = f"jpg/{image}.jpg"
         try:
             lists = {kind: _listed(_entry(entry, kind, file), keys) for kind in _LISTS}
             left, top, right, bottom = _numbers(_entry(entry, "bbx", file))
         except (ValueError, TypeError, IndexError, OverflowError):
-            problems.append(
+            listing.problems.append(
                 f"{file}: {image} needs a box of four numbers, and lists of numbers of images."
             )
             continue
-        rows.append(Row(key, key, "test", "query", (left, top, right, bottom), lists))
-    read = Lists(root, rows, problems)
-    return assemble(
-        published, read, counts, where=folder, crop=True, skip_bad=skip_bad, unknown=True
-    )
+        box = left, top, right, bottom
+        listing.rows.append(Row(key, key, "test", "query", box, lists))
+    return listing.dataset(counts, skip_bad, crop=True)
 
 
 def _listed(value: Any, keys: Sequence[str]) -> str:
