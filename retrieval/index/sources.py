@@ -500,7 +500,8 @@ def _features(places: list[Path]) -> Sources:
                 file.write(np.ascontiguousarray(features, "<f4").data)
         _listed(places[0], items)
         file.flush()
-        array = np.memmap(file, "<f4", "r", shape=(count, width))
+        # A row of a plain array costs a hundredth of a row of a `memmap`.
+        array = np.asarray(np.memmap(file, "<f4", "r", shape=(count, width)))
         return Sources(items, array, len(places) - len(unique), tuple(left_out))
 
 
