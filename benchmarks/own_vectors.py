@@ -202,21 +202,20 @@ def exponent(rows: list[Row], key: str) -> str:
     return f"{growth:.2f}"
 
 
+def cell(row: Row) -> str:
+    if row["cpu"] is None:
+        return f"over {CPU_SECONDS} s"
+    return f"{row['cpu']:.1f} s, {row['MB']:,.0f} MB"
+
+
 def render(kept: list[Row]) -> str:
     lines = []
     for name in WORKS:
         rows = sorted((row for row in kept if row["work"] == name), key=lambda row: row["rows"])
         done = [row for row in rows if row["cpu"]]
-        if len(done) < 2:
-            continue
-        by_size = {row["rows"]: row for row in done}
-        cells = [
-            f"{by_size[size]['cpu']:.1f} s, {by_size[size]['MB']:,.0f} MB"
-            if size in by_size
-            else f"over {CPU_SECONDS} s"
-            for size in SIZES
-        ]
-        lines.append([name, *cells, exponent(done, "cpu")])
+        by_size = {row["rows"]: cell(row) for row in rows}
+        growth = exponent(done, "cpu") if len(done) > 1 else "–"
+        lines.append([name, *(by_size.get(size, "–") for size in SIZES), growth])
     facts = kept[-1]
     return page(f"""
         # Vectors that you bring, and their duplicates
@@ -226,12 +225,12 @@ def render(kept: list[Row]) -> str:
         table (the file of 1,000,000 has half a gigabyte), on one thread where a program lets one
         choose. {facts["machine"]}, {facts["versions"]}; load averages from
         {min(row["load"] for row in kept)} to {max(row["load"] for row in kept)}: other programs
-        share the cores, which makes CPU seconds a third or more dearer, so compare ratios. A work
-        is stopped after {CPU_SECONDS} CPU seconds. The exponent is that of the growth of the CPU
-        seconds between the two largest sizes. LanceDB copies the columns of the table and checks
-        neither ids nor numbers; an index refuses an id that comes twice and NaN, keeps the SHA-256
-        of each vector, so that a second run encodes only what changed, and syncs what it
-        acknowledges. qdrant-client's sync after each point was turned off.
+        share the cores, so compare ratios. A work is stopped after {CPU_SECONDS} CPU seconds; "–"
+        was not measured. The exponent is that of the growth of the CPU seconds between the two
+        largest sizes. LanceDB copies the columns of the table and checks neither ids nor numbers.
+        An index refuses an id that comes twice and NaN, keeps the SHA-256 of each vector, so that
+        a second run encodes only what changed, and syncs what it acknowledges. qdrant-client's
+        sync after each point was turned off.
 
         {markdown(["", *(f"{size:,}" for size in SIZES), "exponent"], lines)}
 
