@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -131,14 +131,9 @@ def compare(
         Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
     """
     exit_if_imported()
-    _refuse_too_few(seeds, splits, search, folds, repeats)
+    _check_options(seeds, splits, search, folds, repeats)
     if not 1 <= workers <= MOST_WORKERS or (ray is not None and workers != 1):
         raise DataError(f"Use 1 to {MOST_WORKERS} workers here, or ray on a cluster; not both.")
-    if search and find_spec("optuna") is None:
-        raise MissingDependency(
-            "A search needs optuna, which is not installed. Install it: pip install"
-            " 'embedding-retrieval[compare]'."
-        )
     by_file = plan.read_recipes(recipes, overrides, plugins, bool(search), grid or {})
     # The recipes must share data, backbone and budget, but a grid may change these on purpose.
     different = plan.refuse_different([settings[0] for settings in by_file], allow_different)
@@ -163,9 +158,7 @@ def compare(
     if ray is not None:
         cluster = cluster_at("ray", ray, contestants[0].loaded)
     folder = Path(output).absolute()
-    for first, *_ in by_file:
-        if not (folder / "results" / first.name).exists():
-            _build(first)  # a mistake is reported now, not after other recipes have trained
+    _build((first for first, *_ in by_file), folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(hold(folder, "comparing into this folder", DataError))
@@ -302,14 +295,17 @@ class ContestantJobs:
         return Contestant(recipe.name, kind, [row["trained"] for row in metrics], searches)
 
 
-def _build(recipe: Recipe) -> None:
-    try:
-        build_batches(recipe)
-    except DataError as error:
-        raise DataError(f"{recipe.name}: {error}") from error
+def _build(recipes: Iterable[Recipe], folder: Path) -> None:
+    """Build the parts of recipes without results, so that a mistake is reported at once."""
+    for recipe in recipes:
+        if not (folder / "results" / recipe.name).exists():
+            try:
+                build_batches(recipe)
+            except DataError as error:
+                raise DataError(f"{recipe.name}: {error}") from error
 
 
-def _refuse_too_few(seeds: int, splits: int, search: int, folds: int, repeats: int) -> None:
+def _check_options(seeds: int, splits: int, search: int, folds: int, repeats: int) -> None:
     if min(seeds, splits) < 1 or max(seeds, splits) < 2:
         raise DataError(
             "A comparison needs at least two seeds or two splits for its intervals, and five to say"
@@ -322,6 +318,11 @@ def _refuse_too_few(seeds: int, splits: int, search: int, folds: int, repeats: i
     ):
         if number < least:
             raise DataError(f"{option} is {number}, and must be at least {least}.")
+    if search and find_spec("optuna") is None:
+        raise MissingDependency(
+            "A search needs optuna, which is not installed. Install it: pip install"
+            " 'embedding-retrieval[compare]'."
+        )
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
