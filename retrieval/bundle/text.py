@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from base64 import b64decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ MAX_CHARACTERS = 10_000
 """Longest text, in characters. An encoder reads the first few hundred tokens at most."""
 _MAX_GROWTH = 1000
 """Largest factor by which a tokenizer may lengthen a text, which bounds its memory."""
+_TRIAL_SECONDS = 1.0
+"""CPU time within which a tokenizer must cut a text of the trial; common ones take milliseconds."""
+_TRIAL_SIZES = tuple(MAX_CHARACTERS >> halvings for halvings in range(8, -1, -1))
+"""Lengths of the trial's texts. If time grows with the cube, the next takes 8 times as long."""
+_TRIAL_CHARACTERS = "aé字0"
+"""Letters of three alphabets and a digit."""
+_PATTERN_CHARACTERS = 20
+"""Characters of a tokenizer's own patterns that are tried."""
 
 
 def checked_texts(texts: Sequence[str], name: str = "texts") -> list[str]:
@@ -59,7 +68,7 @@ class Tokenizer:
 
     Raises:
         BundleError: the file is not a tokenizer, does not cut texts to `length` tokens, does
-            not pad them, or could lengthen them a thousandfold.
+            not pad them, could lengthen them a thousandfold, or is very slow.
     """
 
     def __init__(self, path: Path, content: bytes, length: int) -> None:
@@ -88,6 +97,37 @@ class Tokenizer:
                 f"{path} must say how texts of a batch are padded, to at most {length}"
                 " tokens. Set its 'padding' and export the bundle again."
             )
+        self._try()
+
+    def _try(self) -> None:
+        """Cut texts of growing lengths, so that a hopelessly slow tokenizer is noticed early.
+
+        A regular expression may go back and forth for hours, mostly over repeats of a character
+        that it names itself. Nothing can interrupt it.
+
+        Raises:
+            BundleError: the tokenizer fails, or takes too long for a text.
+        """
+        steps = (self._loaded.normalizer, self._loaded.pre_tokenizer)
+        patterns = "".join(
+            _patterns([json.loads(step.__getstate__()) for step in steps if step is not None])
+        )
+        named = [character for character in dict.fromkeys(patterns) if character.isalnum()]
+        for character in [*_TRIAL_CHARACTERS, *named[:_PATTERN_CHARACTERS]]:
+            for size in _TRIAL_SIZES:
+                start = time.thread_time()
+                # One run, and runs after which a match fails.
+                for text in (character * (size - 1) + "!", (character * 24 + "! ") * (size // 26)):
+                    _called(f"{self.path} fails", self._loaded.encode, text)
+                seconds = time.thread_time() - start
+                if seconds > _TRIAL_SECONDS:
+                    raise BundleError(
+                        f"{self.path} is refused: it takes more than {_TRIAL_SECONDS:.0f} second"
+                        f" for a text of {size:,} characters."
+                    )
+                # Even if time grows with the cube, the longest text is no problem.
+                if seconds * (MAX_CHARACTERS / size) ** 3 < _TRIAL_SECONDS:
+                    break
 
     def __call__(self, texts: Sequence[str]) -> dict[str, NDArray[np.int64]]:
         """Return "ids" (N, L) of texts and their "mask" (N, L): 1 for a token, 0 for padding.
@@ -120,6 +160,17 @@ def _called(sentence: str, call: Callable[[Any], Any], argument: Any) -> Any:
     # Panics of Rust, as of a regular expression that goes back too often, are no `Exception`.
     except BaseException as fault:
         raise BundleError(f"{sentence}: {str(fault)[:200]}.") from None
+
+
+def _patterns(state: Any) -> Iterator[str]:
+    """Yield the regular expressions in parts of a `tokenizer.json`."""
+    if isinstance(state, dict):
+        if isinstance(pattern := state.get("Regex"), str):
+            yield pattern
+        state = list(state.values())
+    if isinstance(state, list):
+        for part in state:
+            yield from _patterns(part)
 
 
 def _growth(normalizer: Any) -> int:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pickle
+import time
 from base64 import b64encode
 
 import numpy as np
@@ -159,6 +160,19 @@ def table(length):
     return {"type": "Precompiled", "precompiled_charsmap": b64encode(content).decode()}
 
 
+def split(pattern):
+    """A part of a tokenizer that cuts texts at a regular expression."""
+    rest = {"behavior": "Isolated", "invert": False}
+    return {"type": "Split", "pattern": {"Regex": pattern}, **rest}
+
+
+def pieces():
+    """A model of word pieces that takes words of any length."""
+    vocabulary = {"[UNK]": 0, "a": 1, "##a": 2}
+    rest = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 10**9}
+    return {"type": "WordPiece", "unk_token": "[UNK]", "vocab": vocabulary, **rest}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -169,12 +183,28 @@ def table(length):
         (lambda file: file.clear(), "is not a tokenizer"),
         (lambda file: file.update(normalizer=grows(4)), "could lengthen a text a thousandfold"),
         (lambda file: file.update(normalizer=table(2_000)), "could lengthen a text a thousandfold"),
+        # Regular expressions that go back and forth, over a letter that only they know.
+        (
+            lambda file: file.update(pre_tokenizer=split(r"q.*q.*z")),
+            "more than 1 second for a text",
+        ),
+        (lambda file: file.update(pre_tokenizer=split(r"(q|qq)+$")), "fails: Onig"),
+        (
+            lambda file: file.update(
+                normalizer={"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": "z"}
+            ),
+            "fails: Onig",
+        ),
+        # A word of any length, whose pieces are looked up from each letter on.
+        (lambda file: file.update(model=pieces()), "more than 1 second for a text of"),
     ],
 )
-def test_a_tokenizer_that_does_not_cut_or_pad_is_refused(path, change, says):
+def test_a_tokenizer_that_does_not_cut_or_pad_or_is_slow_is_refused(path, change, says):
     rewritten(path, change)
+    start = time.thread_time()
     with pytest.raises(BundleError, match=says):
         opened(path)
+    assert time.thread_time() - start < 30
 
 
 def test_a_tokenizer_that_pads_beyond_the_length_is_refused(path):
