@@ -13,7 +13,8 @@ from retrieval.store.contract import Item, Store
 from retrieval.store.folder import create_local
 from retrieval.store.items import CALIBRATION, checked, served_of
 from retrieval.store.local import LocalStore
-from retrieval.store.record import insert, served_generation
+from retrieval.store.record import served_generation
+from retrieval.store.words import insert_items
 
 PAGE = 1000  # items that are read or copied at a time
 
@@ -94,5 +95,5 @@ def _add_without_arrays(copy: LocalStore, items: Sequence[Item]) -> None:
     texts = checked(items, {})
     with copy.record.writing() as (connection, _):
         number = served_generation(connection).number
-        rows = [(number, n) for n in insert(connection, items, texts)]
+        rows = [(number, n) for n in insert_items(connection, items, texts)]
         connection.executemany("insert into left_out values (?, ?)", rows)

@@ -22,8 +22,9 @@ from retrieval.store.items import (
     checked,
 )
 from retrieval.store.masks import sql_of
-from retrieval.store.record import ITEM_COLUMNS, ask, from_row, insert, numbers_of, remove
+from retrieval.store.record import ITEM_COLUMNS, ask, from_row, numbers_of, remove
 from retrieval.store.snapshot_view import View
+from retrieval.store.words import insert_items
 
 
 def selected_numbers(
@@ -54,7 +55,7 @@ def renumber(
     moves = zip(new, old, strict=True)
     connection.executemany("update originals set n = ? where n = ?", moves)
     remove(connection, seq, old)
-    insert(connection, items, texts)
+    insert_items(connection, items, texts)
 
 
 def with_arrays(

@@ -78,7 +78,6 @@ from retrieval.store.record import (
     expected_generation,
     from_row,
     has_notes,
-    insert,
     is_writable,
     last_number,
     numbers_of,
@@ -97,7 +96,7 @@ from retrieval.store.snapshot_view import (
     restore_rows,
 )
 from retrieval.store.upkeep import BUNDLES, Upkeep, remove_leftovers
-from retrieval.store.words import are_kept, best_items, read_block
+from retrieval.store.words import are_kept, best_items, insert_items, read_block
 
 _NOTICE_SECONDS = 7.0
 """Seconds between the announcement of a generation and the switch to it; servers look every 5 s."""
@@ -177,7 +176,7 @@ class LocalStore(Store):
                 texts = checked(items, generation.widths)
             old = numbers_of(connection, [item.id for item in items])
             remove(connection, seq, old)
-            numbers = np.array(insert(connection, items, texts))
+            numbers = np.array(insert_items(connection, items, texts))
             self._append(connection, generation, numbers, items)
         self.upkeep.wake()
         return len(old)
