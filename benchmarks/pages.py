@@ -1,5 +1,5 @@
-"""Write the tables of docs/aml.md, anml.md, daml.md, indexes.md, mteb.md, oahu.md and recipes.md
-from the benchmarks' results.
+"""Write the tables of docs/aml.md, anml.md, daml.md, indexes.md, mteb.md, oahu.md, recipes.md,
+scale.md and stores.md from the benchmarks' results.
 
     python benchmarks/pages.py        # a test compares the pages with the results
 
@@ -192,6 +192,16 @@ On Fashion-MNIST's pixels with 35,000 references, in each repeat:
 {pixels}"""
 
 
+def stores_beside() -> str:
+    """Return the tables of stores, a size each, without what only a developer asks."""
+    text = []
+    for heading, (table, *_) in tables("engines").items():
+        if heading[0].isdigit() and table:
+            left_out = ("32 queries", "count a tenth", "add 100", "delete 100", "load")
+            text.append(f"{heading}:\n\n{whole(table, left_out)}")
+    return "\n\n".join(text)
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "aml.md": {
         "aml-held-out": aml_held_out,
@@ -205,6 +215,12 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "mteb.md": {"mteb-scores": mteb_scores},
     "oahu.md": {"oahu-warm": oahu_warm, "oahu-itself": oahu_itself},
     "recipes.md": recipes.BLOCKS,
+    "scale.md": {
+        "scale-stores": lambda: whole(rows("scale", "Stores")),
+        "scale-photos": lambda: whole(rows("scale", "Photos")),
+        "scale-training": lambda: whole(rows("scale", "Training")),
+    },
+    "stores.md": {"stores": stores_beside},
 }
 
 

@@ -23,7 +23,7 @@ def without_source(text: str) -> list[str]:
     return [piece for piece in plain if FIGURE.search(piece) and not SOURCE.search(piece)]
 
 
-@pytest.mark.parametrize("name", [*PAGES, "indexes.md", "mteb.md"])
+@pytest.mark.parametrize("name", [*PAGES, "indexes.md", "mteb.md", "scale.md", "stores.md"])
 def test_the_blocks_show_the_results(name):
     import pages
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,19 @@ from retrieval.plugin import stores
 from retrieval.store.filters import parse_filter
 
 from retrieval_engines import testing
-from retrieval_engines.testing.bench import numbered_items, random_item, random_vectors
+from retrieval_engines.register import REGISTER
+from retrieval_engines.rows import Row
+from retrieval_engines.testing.bench import (
+    numbered_items,
+    random_item,
+    random_vectors,
+    run_together,
+)
 from retrieval_engines.testing.small_bundles import shared_bundle
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from retrieval_engines.milvus.place import MilvusPlace
+from retrieval_engines.milvus.store import CLAIM
 
 SERVED = shared_bundle().sha256
 KILLS = int(os.environ.get("MILVUS_KILLS", "1"))
@@ -169,3 +179,40 @@ def test_a_server_that_goes_away_comes_back(milvus, tmp_path, makers, plain_bund
             last = {"last"} if turn else {"last", "later"}
             assert {entry.id for entry in store.scan()} == ids | last
     place.drop()
+
+
+def test_two_who_change_an_item_at_once_lose_nothing(index):
+    """Each has a store of its own, as two processes have."""
+    index.upsert([random_item("a", metadata={"n": -1}, original=b"x" * 50_000)], SERVED)
+
+    def change(store: Any, name: str) -> None:
+        for n in range(6):
+            changes = {"label": str(n)}
+            if name != "label":
+                changes = {"metadata": {name: n}}
+            assert store.update(["a"], changes, SERVED) == 1
+
+    place = MilvusPlace(stores.Address.parse(index.address))
+    with place.open() as first, place.open() as second, place.open() as third:
+        names = {"label": first, "n": second, "m": third}
+        errors = run_together(*(partial(change, names[name], name) for name in names))
+    assert errors == []
+    item = index.get(["a"])["a"]
+    assert (item.label, item.metadata) == ("5", {"n": 5, "m": 5})
+    assert index.original("a") == b"x" * 50_000
+    assert not [row for row in index._all_rows(REGISTER) if row.id.startswith(CLAIM)]
+
+
+def test_who_meets_anothers_change_is_told_and_who_died_is_forgotten(index):
+    index.upsert([random_item("a")], SERVED)
+    place = MilvusPlace(stores.Address.parse(index.address), timeout=2.0)
+    with place.open() as store:
+        for seconds in (0.0, 61.0):
+            claim = Row({"id": f"{CLAIM}another", "seconds": time.time() - seconds}, {})
+            index._write_rows(REGISTER, [claim])
+            if seconds:
+                assert store.update(["a"], {"label": "new"}, SERVED) == 1
+                continue
+            with pytest.raises(stores.StoreUnavailable, match="Another process changes items"):
+                store.update(["a"], {"label": "new"}, SERVED)
+            assert index.get(["a"])["a"].label is None

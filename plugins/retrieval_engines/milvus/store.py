@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -15,8 +18,10 @@ import numpy as np
 from pymilvus import DataType, MilvusClient, MilvusException
 from pymilvus.client.ts_utils import get_collection_ts
 from retrieval.errors import DataError, StoreError
+from retrieval.store.contract import StoreUnavailable, stop_at
 from retrieval.store.items import VECTOR, Floats, Generation
 
+from retrieval_engines.register import REGISTER
 from retrieval_engines.remote_store import EXACT, Conditions, RemoteStore, one_line
 from retrieval_engines.rows import Row
 
@@ -52,6 +57,9 @@ AWAY_WORDS = re.compile(
     re.IGNORECASE,
 )
 BAD_TLS = re.compile("WRONG_VERSION_NUMBER|CERTIFICATE_VERIFY_FAILED|security handshaker|Hostname")
+# Rows of the register that name who changes items now, and how long they count.
+CLAIM = "changing "
+CLAIM_SECONDS = 60.0
 PLAIN = re.compile(r"[\w .,:;/@#+-]*")
 """Text and names that need no escaping in an expression; filters with any other are refused."""
 
@@ -235,6 +243,45 @@ class MilvusStore(RemoteStore):
         register = self.collection(0)
         self._request(self._client.upsert, register, _plain_rows({"id": "now"}, [], 2))
         self._publish_write(generation, register)
+
+    def _change(self, ids: Sequence[str], changes: Mapping[str, Any], bundle: str) -> int:
+        with self._claim():
+            return super()._change(ids, changes, bundle)
+
+    @contextmanager
+    def _claim(self) -> Iterator[None]:
+        """Let no other process change items, because Milvus cannot compare and write.
+
+        Who claims writes a row before reading those of all others. So of two who claim at once, at
+        least one sees the other; whoever sees another withdraws.
+        """
+        end = min(time.monotonic() + self.timeout, stop_at())
+        while True:
+            name = f"{CLAIM}{uuid.uuid4().hex}"
+            claim = Row({"id": name, "seconds": time.time()}, {})
+            self._write_rows(REGISTER, [claim])
+            try:
+                rows = self._read_page(REGISTER, (), CLAIM, KEYS)
+                others = [
+                    row.id
+                    for row in rows
+                    if row.id.startswith(CLAIM)
+                    and row.id != name
+                    # Whoever died cannot withdraw.
+                    and abs(time.time() - row.record["seconds"]) < CLAIM_SECONDS
+                ]
+                if not others:
+                    yield
+                    return
+            finally:
+                self._delete_rows(REGISTER, [name])
+            if time.monotonic() > end:
+                raise StoreUnavailable(
+                    f"Another process changes items of {self.address}, or died while it did."
+                    f" Milvus cannot keep two changes at once. Try again in {CLAIM_SECONDS:.0f}"
+                    " seconds."
+                )
+            time.sleep(random.uniform(0.02, 0.3))
 
     def _publish_write(self, generation: Generation, last: str) -> None:
         """Store the time of the last write to collection `last`; readers wait for that write."""
