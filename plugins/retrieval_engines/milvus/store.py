@@ -21,8 +21,9 @@ from retrieval.errors import DataError, StoreError
 from retrieval.store.contract import StoreUnavailable, stop_at
 from retrieval.store.items import VECTOR, Floats, Generation
 
+from retrieval_engines.engine_calls import EXACT, Conditions, one_line
 from retrieval_engines.register import REGISTER
-from retrieval_engines.remote_store import EXACT, Conditions, RemoteStore, one_line
+from retrieval_engines.remote_store import RemoteStore
 from retrieval_engines.rows import Row
 
 # pymilvus logs a traceback for each refused request; this module raises a sentence instead.

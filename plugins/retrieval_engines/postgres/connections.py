@@ -15,7 +15,7 @@ from retrieval.errors import StoreError
 from retrieval.store.contract import StoreUnavailable
 from retrieval.store.filters.tree import is_long
 
-from retrieval_engines.remote_store import EXACT
+from retrieval_engines.engine_calls import EXACT
 
 Connection: TypeAlias = "psycopg.Connection[tuple[Any, ...]]"
 

@@ -20,10 +20,11 @@ from retrieval.store.filters.tree import Field, Joint
 from retrieval.store.items import Floats, Generation, Item, usable
 from retrieval.store.words import WITHOUT_WORDS
 
+from retrieval_engines.engine_calls import Conditions, one_line
 from retrieval_engines.postgres import words
 from retrieval_engines.postgres.connections import Connection, Connections, to_json
 from retrieval_engines.register import REGISTER, RegisterContent
-from retrieval_engines.remote_store import Conditions, RemoteStore, one_line
+from retrieval_engines.remote_store import RemoteStore
 from retrieval_engines.rows import Row
 
 # pgvector keeps longer vectors neither in a table, nor in a graph of float32 or float16.

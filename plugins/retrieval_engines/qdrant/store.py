@@ -17,7 +17,8 @@ from qdrant_client.http.exceptions import (
 from retrieval.errors import StoreError
 from retrieval.store.items import Floats, Generation
 
-from retrieval_engines.remote_store import EXACT, Conditions, RemoteStore, one_line
+from retrieval_engines.engine_calls import EXACT, Conditions, one_line
+from retrieval_engines.remote_store import RemoteStore
 from retrieval_engines.rows import Row
 
 # Size of a request that writes points.
