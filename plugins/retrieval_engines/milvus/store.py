@@ -401,8 +401,7 @@ class MilvusStore(RemoteStore):
         parts = [f"{path} {op} {literal}" for literal in literals]
         if may_be_list:
             parts += [f"json_contains({path}, {literal})" for literal in literals]
-        # Newer servers compare what is missing as neither true nor false, and so is its `not`.
-        return f"(exists {path} and {_join(parts, 'or')})"
+        return _join(parts, "or")
 
 
 def _condition_on_id(op: str, values: Sequence[Any]) -> str | None:
