@@ -211,7 +211,7 @@ def training_table(training: dict[str, Any]) -> str:
 
 def render(training: dict[str, Any]) -> str:
     head = page(f"""
-        # What 10⁶ to 10⁹ items need
+        # What a million to a billion items need
 
         `python benchmarks/scale.py` computes this from engines.json, serve.json and scale.json in
         benchmarks/results/raw. Vectors have 128 numbers. A machine has {CORES} cores and
