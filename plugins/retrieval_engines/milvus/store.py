@@ -253,7 +253,7 @@ class MilvusStore(RemoteStore):
     def _claim(self) -> Iterator[None]:
         """Let no other process change items, because Milvus cannot compare and write.
 
-        Who claims writes a row before reading those of all others. So of two who claim at once, at
+        Who claims writes a row before reading those of all rivals. So of two who claim at once, at
         least one sees the other; whoever sees another withdraws.
         """
         end = min(time.monotonic() + self.timeout, stop_at())
@@ -263,7 +263,7 @@ class MilvusStore(RemoteStore):
             self._write_rows(REGISTER, [claim])
             try:
                 rows = self._read_page(REGISTER, (), CLAIM, KEYS)
-                others = [
+                rivals = [
                     row.id
                     for row in rows
                     if row.id.startswith(CLAIM)
@@ -271,7 +271,7 @@ class MilvusStore(RemoteStore):
                     # Whoever died cannot withdraw.
                     and abs(time.time() - row.record["seconds"]) < CLAIM_SECONDS
                 ]
-                if not others:
+                if not rivals:
                     yield
                     return
             finally:
