@@ -72,7 +72,7 @@ def compete(
     """
     triplets = triplets[:MOST_COMPARED]
     voters = voters[:MOST_COMPARED]
-    fold = np.array([_fold(voter) for voter in voters])
+    fold = np.array([hashlib.sha256(voter.encode()).digest()[0] % 2 for voter in voters])
     later = np.arange(len(triplets)) < len(triplets) / 2
     rows: dict[str, list[int]] = {}
     for row in np.flatnonzero(later).tolist():
@@ -155,7 +155,3 @@ def _rightly(function: Map, triplets: Floats32) -> Floats32:
     for side in (negatives, np.roll(negatives, len(triplets) // 2, axis=0)):
         right += 0.5 * (((anchors - side) ** 2).sum(axis=1) > distance)
     return right
-
-
-def _fold(voter: str) -> int:
-    return hashlib.sha256(voter.encode()).digest()[0] % 2

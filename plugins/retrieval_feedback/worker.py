@@ -262,7 +262,9 @@ class Worker:
                 f" would teach and the others judge. At least {LEAST_VOTERS} are needed.",
                 facts,
             )
-        teachers = {voter for voter in voters if _teaches(voter, len(earlier) + 1)}
+        # Three in four voters teach, others each time, and the rest judges.
+        hashes = {v: hashlib.sha256(f"{len(earlier) + 1} {v}".encode()).digest() for v in voters}
+        teachers = {voter for voter in voters if hashes[voter][0] % 4 > 0}
         taught = [
             replace(searched, marks={v: searched.marks[v] for v in searched.marks if v in teachers})
             for searched in searches
@@ -352,11 +354,6 @@ def _serves(bundle: Bundle, trial: Trial) -> bool:
     return base_of(bundle) == trial.base and (
         _name_of(head_bytes(bundle), trial.base) == trial.challenger
     )
-
-
-def _teaches(voter: str, number: int) -> bool:
-    """Return whether a voter is one of the three in four who teach the challenger of a trial."""
-    return hashlib.sha256(f"{number} {voter}".encode()).digest()[0] % 4 > 0
 
 
 def _title(trial: Trial) -> str:

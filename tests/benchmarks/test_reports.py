@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-OTHERS = {"cards", "anml_table2_earlier", "feedback_first", "feedback_second"}
+OTHERS = {"cards", "anml_table2_earlier", "feedback_first", "feedback_second", "feedback_third"}
 """Results of cards, which have their own test, of scripts that cannot render a page again, and of
 earlier versions, which are part of another page.
 """
