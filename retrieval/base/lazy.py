@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from retrieval.errors import MissingDependency
@@ -81,23 +79,6 @@ def lazy_names(
         if alias.asname  # X as X
     }
     return *lazy(package, homes, modules), sorted({*homes, *(modules or ())})
-
-
-@contextmanager
-def without(module: str) -> Iterator[None]:
-    """Context manager in which `import package.module` leaves the module out.
-
-    The package must import the module itself when an attribute of that name is first read, as SciPy
-    does.
-    """
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = ModuleType(module)
-    try:
-        yield
-    finally:
-        del sys.modules[module]
 
 
 def how_to_have(module: str) -> str:

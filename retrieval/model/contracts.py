@@ -16,15 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
+from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
 from retrieval.base.arrays import Array, Bools, Floats, Floats32, Floats64, Ints
-from retrieval.base.lazy import without
 from retrieval.errors import PluginError
-
-# A rare function of pytorch-metric-learning uses scipy.stats, which takes half a second to import.
-with without("scipy.stats"):
-    from pytorch_metric_learning.distances import BaseDistance
 
 if TYPE_CHECKING:
     from retrieval.images.preprocessing import Preprocessing

@@ -430,7 +430,7 @@ def test_the_recipe_on_the_page_trains_the_head_then_the_whole_net(tmp_path):
     text = page.split(":caption: finetune.toml\n")[1].split("```")[0]
     (tmp_path / "finetune.toml").write_text(text, encoding="utf-8")
     small = [
-        "backbone.size=32",
+        "backbone.size=64",
         "sampler.classes=3",
         "sampler.batches=2",
         "evaluate.batch_size=512",

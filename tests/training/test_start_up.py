@@ -1,4 +1,4 @@
-"""A recipe is checked without the slow parts of torch and SciPy that it does not need."""
+"""A recipe is checked without the slow parts of torch that it does not need."""
 
 from __future__ import annotations
 
@@ -15,15 +15,3 @@ def test_a_check_does_not_import_torchs_compiler(make, tmp_path, process):
     done = process("-c", code)
     assert "The recipe is fine." in done.out, done.err
     assert done.out.endswith("False\n")
-
-
-def test_scipys_statistics_are_imported_when_a_loss_uses_them(process):
-    code = (
-        "import sys; from retrieval.model.contracts import BaseDistance\n"
-        "from retrieval.evaluation.intervals import difference_over_classes\n"
-        "print('scipy.stats' in sys.modules)\n"
-        "from pytorch_metric_learning.utils.common_functions import scipy\n"
-        "print(scipy.stats.rankdata([3, 1]), 'scipy.stats' in sys.modules)"
-    )
-    done = process("-c", code)
-    assert done.out == "False\n[2. 1.] True\n", done.err

@@ -233,7 +233,7 @@ def test_a_miner_picks_pairs_of_images_and_texts(make, tmp_path, miner, loss):
     tables = LEARNS | {"miner": {"name": miner}, "loss": {"name": loss}}
     run = retrieval.train(make(**tables), tmp_path / "run")
     assert run.history[0]["mined"] > 0
-    assert run.evaluate().metrics["text to image"]["recall_at_1"] > 0.7
+    assert run.evaluate().metrics["text to image"]["recall_at_1"] > 0.5  # untrained: .1
 
 
 def test_no_mined_pair_contradicts_what_is_right():

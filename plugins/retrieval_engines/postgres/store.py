@@ -74,7 +74,7 @@ TABLE = (
     'create table {table} (id text collate "C" primary key, label text collate "C", version text'
     " not null, number bigint not null, metadata jsonb not null, record jsonb not null, {vectors})"
     " with (toast_tuple_target = 8160)",
-    "create index on {table} (label)",
+    "create index on {table} using hash (label)",
     "create index on {table} (number)",
     "create index on {table} using gin (metadata jsonb_path_ops)",
 )
