@@ -179,4 +179,4 @@ def test_a_matrix_of_unit_vectors_is_upstreams(distance, same_items):
     else:
         theirs = first_and_second(lambda: distance(x, None if same_items else y))
     for left, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(left, other, atol=1e-6 * same_items, rtol=1e-7)
+        torch.testing.assert_close(left, other, atol=1e-7 * same_items, rtol=1e-7)
