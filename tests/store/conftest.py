@@ -31,6 +31,20 @@ def other(other_bundle):
     return Bundle.open(other_bundle, threads=1)
 
 
+@pytest.fixture(scope="module")
+def postgres_server():
+    """A new server of Postgres, which libpq's variables name."""
+    pytest.importorskip("psycopg", reason="the extra `postgres` is not installed")
+    from postgres_server import PostgresServer
+
+    server = PostgresServer()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+    server.stop()
+
+
 @pytest.fixture
 def index(tmp_path, bundle):
     """The folder of an empty index."""

@@ -32,20 +32,6 @@ def qdrant(monkeypatch):
     return "qdrant://memory"
 
 
-@pytest.fixture(scope="module")
-def postgres_server():
-    """A new Postgres server."""
-    pytest.importorskip("psycopg", reason="the extra `postgres` is not installed")
-    from postgres_server import PostgresServer
-
-    server = PostgresServer()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        yield server
-    server.stop()
-
-
 @pytest.fixture
 def postgres(postgres_server):
     """A database of the server."""

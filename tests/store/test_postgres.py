@@ -41,16 +41,9 @@ KILLS = int(os.environ.get("POSTGRES_KILLS", "2"))
 """Number of kills of the server while two threads write."""
 
 
-@pytest.fixture(scope="session")
-def server():
-    from postgres_server import PostgresServer
-
-    server = PostgresServer()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        yield server
-    server.stop()
+@pytest.fixture(scope="module")
+def server(postgres_server):
+    return postgres_server
 
 
 pytestmark = pytest.mark.usefixtures("server")

@@ -33,20 +33,6 @@ CATALOGUE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def postgres():
-    """A server of Postgres, which libpq's variables name."""
-    pytest.importorskip("psycopg", reason="the extra `postgres` is not installed")
-    from postgres_server import PostgresServer
-
-    server = PostgresServer()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        yield server
-    server.stop()
-
-
 @pytest.fixture(params=["folder", "postgres"])
 def store(request, bundle):
     """An empty store that can keep words."""
@@ -54,7 +40,7 @@ def store(request, bundle):
         with LocalStore(request.getfixturevalue("index"), upkeep=False) as opened:
             yield opened
         return
-    request.getfixturevalue("postgres")
+    request.getfixturevalue("postgres_server")
     from retrieval_engines.postgres.place import PostgresPlace
 
     place = PostgresPlace(Address.parse("postgresql:///postgres/words"))
@@ -182,7 +168,7 @@ def test_an_index_without_words_pays_nothing_and_says_so(store, bundle, request)
         with store.record.reading() as connection:
             names = [name for (name,) in connection.execute("select name from sqlite_master")]
     else:
-        with request.getfixturevalue("postgres").connect() as connection:
+        with request.getfixturevalue("postgres_server").connect() as connection:
             names = [name for (name,) in connection.execute("select tablename from pg_tables")]
     assert names and not [name for name in names if "words" in name.rpartition("__")[2]]
 
