@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from retrieval.errors import MissingDependency
@@ -79,6 +83,52 @@ def lazy_names(
         if alias.asname  # X as X
     }
     return *lazy(package, homes, modules), sorted({*homes, *(modules or ())})
+
+
+def defer_import(module: str, importer: str) -> None:
+    """Let the statement `import package.module` of one other module import only the package.
+
+    The package must import the module itself when its attribute is first read, as SciPy does.
+    Other importers of the module are not affected, in any thread.
+
+    Args:
+        module: full name of the module to import later.
+        importer: full name of the module with the statement, if it is not imported yet.
+    """
+    sys.meta_path.insert(0, _DeferringFinder(module, importer))
+
+
+class _DeferringFinder(MetaPathFinder):
+    """Finds one module, and loads it as `defer_import` says."""
+
+    def __init__(self, module: str, importer: str) -> None:
+        self.module = module
+        self.importer = importer
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.importer:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _DeferringLoader(fullname, spec.loader.path)
+            spec.loader.deferred = self.module
+        return spec
+
+
+class _DeferringLoader(SourceFileLoader):
+    deferred: str
+
+    def exec_module(self, module: ModuleType) -> None:
+        def import_(name: str, *values: Any, **options: Any) -> Any:
+            if name == self.deferred:
+                name = name.rpartition(".")[0]
+            return builtins.__import__(name, *values, **options)
+
+        # An `import` statement calls the function of this name among its module's built-ins.
+        vars(module)["__builtins__"] = vars(builtins) | {"__import__": import_}
+        super().exec_module(module)
 
 
 def how_to_have(module: str) -> str:

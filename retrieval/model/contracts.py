@@ -16,11 +16,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
 
 from retrieval.base.arrays import Array, Bools, Floats, Floats32, Floats64, Ints
+from retrieval.base.lazy import defer_import
 from retrieval.errors import PluginError
+
+# A function for labels of a hierarchy and one loss use these parts of SciPy, which take most of a
+# second to import.
+_PML = "pytorch_metric_learning"
+defer_import("scipy.stats", f"{_PML}.utils.common_functions")
+defer_import("scipy.special", f"{_PML}.losses.large_margin_softmax_loss")
+
+from pytorch_metric_learning.distances import BaseDistance  # noqa: E402
 
 if TYPE_CHECKING:
     from retrieval.images.preprocessing import Preprocessing
