@@ -53,20 +53,22 @@ class Row:
     @property
     def pieces(self) -> int | None:
         """Number of pieces of the stored original, or None without one."""
-        pieces: int | None = self.record["pieces"]
+        pieces: int | None = self.record.get("pieces")
         return pieces
 
     @classmethod
     def of(cls, item: Item) -> Row:
         """Return the row of an item, with a new version."""
-        record = {name: getattr(item, name) for name in _FIELDS}
-        record |= {
-            # The text turns NumPy's numbers into numbers of JSON.
-            "metadata": json.loads(metadata_text(item.metadata)),
-            "path": None,
-            "version": uuid.uuid4().hex,
-            "pieces": None,
+        # Exact searches read whole rows, so a row has only what its item has, and a label, for
+        # which filters ask.
+        record = {
+            name: getattr(item, name)
+            for name in _FIELDS
+            if name == "label" or getattr(item, name) is not None
         }
+        # The text turns NumPy's numbers into numbers of JSON.
+        record["metadata"] = json.loads(metadata_text(item.metadata))
+        record["version"] = uuid.uuid4().hex
         if item.path is not None:
             record["path"] = os.fspath(item.path)
         if item.original is not None:
@@ -76,8 +78,8 @@ class Row:
 
     def item(self) -> Item:
         """Return the item of the row."""
-        plain = {name: self.record[name] for name in (*_FIELDS, "metadata")}
-        path = self.record["path"]
+        plain: Any = {name: self.record.get(name) for name in (*_FIELDS, "metadata")}
+        path = self.record.get("path")
         if path is not None:
             path = Path(path)
         return Item(**plain, path=path, arrays=self.arrays)
@@ -95,7 +97,10 @@ class Row:
             name: base64.b64encode(self.arrays[name].astype("<f4").tobytes()).decode()
             for name in apart(generation)
         }
-        return {**self.record, "arrays": texts}, vectors
+        record = dict(self.record)
+        if texts:
+            record["arrays"] = texts
+        return record, vectors
 
     @classmethod
     def joined(cls, record: Mapping[str, Any], vector: Sequence[float] | None) -> Row:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, LiteralString, TypeAlias
+from uuid import UUID
 
 import psycopg
 from psycopg.sql import SQL, Composed, Identifier, Literal
@@ -42,8 +43,11 @@ PASSING = ("08", "40", "53", "55", "57")
 FULL = "53100"
 # A server that refuses a connection gives no SQLSTATE.
 REFUSED = re.compile("authentication failed|no password|pg_hba.conf|does not exist|permission")
-EXACTLY = SQL("set local enable_indexscan = off")
+EXACTLY = SQL("set local enable_indexscan = off; set local parallel_setup_cost = {}")
 BROADLY = SQL("set local hnsw.ef_search = {}; set local hnsw.iterative_scan = relaxed_order")
+# Starting two workers takes the CPU time of comparing 70,000 vectors of 128 numbers. By default,
+# Postgres starts them for so many vectors of any width; with this, for 300,000 of this width.
+WORKERS_COST = 5000 * 128
 OPS = {"<": SQL("<"), "<=": SQL("<="), ">": SQL(">"), ">=": SQL(">="), "!=": SQL("<>")}
 JOINTS = {"and": SQL(" and "), "or": SQL(" or ")}
 WRITE = SQL(
@@ -61,19 +65,20 @@ LIMITS = SQL(
 )
 COLUMNS = {
     "id": "text",
-    "label": "text",
-    "version": "text",
     "number": "int8",
+    "label": "text",
+    "version": "uuid",
     "metadata": "jsonb",
     "record": "jsonb",
 }
 """Columns of an item without vectors. `record` has the entries that have no column of their own,
 `number` grows with each write."""
 TABLE = (
-    # Postgres finds vectors that stay in their row faster than those that it moves elsewhere.
-    'create table {table} (id text collate "C" primary key, label text collate "C", version text'
-    " not null, number bigint not null, metadata jsonb not null, record jsonb not null, {vectors})"
-    " with (toast_tuple_target = 8160)",
+    # An exact search takes as long as it takes to read the rows. It needs their first columns, and
+    # vectors that stay in their row, not those that Postgres moves elsewhere.
+    'create table {table} (id text collate "C" primary key, {vectors}, number bigint not null,'
+    ' label text collate "C", version uuid not null, metadata jsonb not null, record jsonb'
+    " not null) with (toast_tuple_target = 8160)",
     "create index on {table} using hash (label)",
     "create index on {table} (number)",
     "create index on {table} using gin (metadata jsonb_path_ops)",
@@ -359,7 +364,7 @@ class PostgresStore(RemoteStore):
             # A migration keeps the numbers.
             record.setdefault("number", number)
             own = [record.pop(name) for name in COLUMNS if name != "record"]
-            own[-1] = Jsonb(own[-1])
+            own[-2:] = [UUID(own[-2]), Jsonb(own[-1])]
             values.append([*own, Jsonb(record), *(numbers or nothing)])
         self._copy(self._table(generation), COLUMNS | vectors, values)
         if self._has_words(generation):
@@ -429,7 +434,8 @@ class PostgresStore(RemoteStore):
         return [(row.record["number"], row.item()) for row in page]
 
     def _versions(self, generation: Generation) -> dict[str, str]:
-        return dict(self._on(generation, "select id, version from {table}"))
+        rows = self._on(generation, "select id, version from {table}")
+        return {id: version.hex for id, version in rows}
 
     def _nearest_ids(
         self,
@@ -457,13 +463,14 @@ class PostgresStore(RemoteStore):
 
             return list(self._run(search))
 
+        exactly = EXACTLY.format(Literal(round(WORKERS_COST / queries.shape[1])))
         if self._exact:
-            return nearest(EXACTLY, queries)
+            return nearest(exactly, queries)
         breadth = min(max(MIN_BREADTH, 2 * count), MAX_BREADTH)
         answers = nearest(BROADLY.format(Literal(breadth)), queries)
         # The search of a graph may end before it has found as many that match a filter.
         short = [number for number, ids in enumerate(answers) if len(ids) < count]
-        for number, ids in zip(short, nearest(EXACTLY, queries[short]), strict=True):
+        for number, ids in zip(short, nearest(exactly, queries[short]), strict=True):
             answers[number] = ids
         return answers
 
@@ -595,7 +602,7 @@ def _searched(generation: Generation, space: int) -> tuple[Composed, Composed]:
 
 def _row(values: Sequence[Any]) -> Row:
     own = dict(zip(COLUMNS, values, strict=False))
-    record = own.pop("record") | own
+    record = own.pop("record") | own | {"version": own["version"].hex}
     vector = None
     # The item has arrays, and they were read.
     if len(values) > len(COLUMNS) and values[-1] is not None:
