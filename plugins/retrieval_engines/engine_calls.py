@@ -25,14 +25,15 @@ Conditions = Sequence[Any]
 class EngineCalls(Store):
     """Calls to an engine; see `RemoteStore`.
 
-    A subclass sets `_client`, the engine's client, and implements the abstract methods, whose names
-    begin with `_`. These methods take `conditions` as a list in the engine's form; all of them must
-    hold.
+    A subclass implements the abstract methods, whose names begin with `_`. These methods take
+    `conditions` as a list in the engine's form; all of them must hold.
 
     Args:
+        client: the engine's client.
         address: address of the index, for messages.
         name: name of the index in the engine, which is the name of its alias.
         timeout: time limit of one request in seconds, including retries.
+        exact: whether to search exactly, and not in a graph.
 
     Attributes:
         engine: name of the engine, for messages.
@@ -43,11 +44,14 @@ class EngineCalls(Store):
 
     engine: ClassVar[str]
     errors: ClassVar[tuple[type[Exception], ...]]
-    _client: Any
     separator = "__"
     most_found = 1 << 31
 
-    def __init__(self, address: str, name: str, timeout: float = 30.0) -> None:
+    def __init__(
+        self, client: Any, address: str, name: str, timeout: float = 30.0, exact: bool = True
+    ) -> None:
+        self._client = client
+        self._exact = exact
         self.address = address
         self.name = name
         self.timeout = timeout

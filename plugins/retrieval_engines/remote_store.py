@@ -68,8 +68,10 @@ class RemoteStore(EngineCalls):
         lists: metadata fields that have ever held a list, directly or nested.
     """
 
-    def __init__(self, address: str, name: str, timeout: float = 30.0) -> None:
-        super().__init__(address, name, timeout)
+    def __init__(
+        self, client: Any, address: str, name: str, timeout: float = 30.0, exact: bool = True
+    ) -> None:
+        super().__init__(client, address, name, timeout, exact)
         self.lists: set[str] = set()
         self._fields: set[str] = set()
         # By the number of a generation: ids that it lacks, and the rows that `pending` returned

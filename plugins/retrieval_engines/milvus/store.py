@@ -80,9 +80,8 @@ class MilvusStore(RemoteStore):
     def __init__(
         self, server: Mapping[str, Any], address: str, name: str, timeout: float, exact: bool = True
     ) -> None:
-        super().__init__(address, name, timeout)
+        super().__init__(None, address, name, timeout, exact)
         self._server = server
-        self._exact = exact
         # Name and properties of the served collection.
         self._properties: tuple[str, Mapping[str, str]] = ("", {})
         self._client = self._request(MilvusClient, **server, dedicated=True)

@@ -29,11 +29,16 @@ class Connections:
     Args:
         most: largest number of connections at a time.
         parameters: libpq's parameters of a connection; None leaves one to the environment.
+
+    Attributes:
+        current: the open transaction of each thread: its `connection`, and the row of the index in
+            `retrieval_indexes` as `register`.
     """
 
     def __init__(self, most: int, **parameters: Any) -> None:
         self._most = most
         self._parameters = parameters
+        self.current = threading.local()
         self._free = threading.BoundedSemaphore(most)
         # Python's lists need no lock for `append` and `pop`.
         self._idle: list[Connection] = []
@@ -69,24 +74,19 @@ class Connections:
             # Values decide the plan, and PgBouncer need not know of prepared statements.
             prepare_threshold=None,
         )
-        try:
-            if connection.info.parameter_status("server_encoding") != "UTF8":
-                raise StoreError(
-                    f"The database {connection.info.dbname} does not hold text as UTF-8. Create one"
-                    " with the encoding UTF8."
-                )
-            set_json_dumps(to_json, connection)
-            set_json_loads(from_json, connection)
-            if TypeInfo.fetch(connection, "vector") is None:
-                raise StoreError(
-                    f"The database {connection.info.dbname} lacks the extension pgvector. Let its"
-                    " administrator run: CREATE EXTENSION vector;"
-                )
-            register_vector(connection)
-            return connection
-        except BaseException:
+        lacking = None
+        if connection.info.parameter_status("server_encoding") != "UTF8":
+            lacking = "does not hold text as UTF-8. Create one with the encoding UTF8."
+        elif TypeInfo.fetch(connection, "vector") is None:
+            lacking = "lacks pgvector. Let its administrator run: CREATE EXTENSION vector;"
+        if lacking is not None:
+            error = StoreError(f"The database {connection.info.dbname} {lacking}")
             connection.close()
-            raise
+            raise error
+        set_json_dumps(to_json, connection)
+        set_json_loads(from_json, connection)
+        register_vector(connection)
+        return connection
 
     def give_back(self, connection: Connection) -> None:
         """End the transaction of a connection, and keep the connection unless it is broken."""

@@ -52,7 +52,7 @@ class PostgresPlace(RemotePlace):
         for module in ("psycopg", "pgvector"):
             need_client(module, "postgres")
         from retrieval_engines.postgres.connections import Connections
-        from retrieval_engines.postgres.store import PostgresStore
+        from retrieval_engines.postgres.words import PostgresWords
 
         address = self.address
         connections = Connections(
@@ -64,4 +64,4 @@ class PostgresPlace(RemotePlace):
             # A machine that vanished answers nothing.
             tcp_user_timeout=math.ceil(1000 * self._timeout),
         )
-        return PostgresStore(connections, str(address), address.name, self._timeout, self._exact)
+        return PostgresWords(connections, str(address), address.name, self._timeout, self._exact)

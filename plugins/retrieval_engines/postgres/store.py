@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, LiteralString, TypeAlias
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
 from uuid import UUID
 
 import psycopg
-from psycopg.sql import SQL, Composed, Identifier, Literal
+from psycopg.sql import Identifier, Literal
 from psycopg.types.json import Jsonb
-from retrieval.errors import DataError, StoreError
+from retrieval.errors import StoreError
 from retrieval.store.contract import stop_at
-from retrieval.store.copy_store import PAGE
 from retrieval.store.filters import Filter
 from retrieval.store.filters.tree import Field, Joint
-from retrieval.store.items import Floats, Generation, Item, usable
-from retrieval.store.words import WITHOUT_WORDS
+from retrieval.store.items import Floats, Generation, Item
 
 from retrieval_engines.engine_calls import Conditions, one_line
-from retrieval_engines.postgres import words
 from retrieval_engines.postgres.connections import Connection, Connections, to_json
 from retrieval_engines.register import REGISTER, RegisterContent
 from retrieval_engines.remote_store import RemoteStore
@@ -32,8 +28,6 @@ from retrieval_engines.rows import Row
 MOST_NUMBERS = 16_000
 MOST_IN_GRAPH = 2_000
 MOST_IN_HALF_GRAPH = 4_000
-# Larger than every number.
-MOST_WRITES = (1 << 63) - 1
 # Width of a graph's search; pgvector takes up to 1,000.
 MIN_BREADTH = 100
 MAX_BREADTH = 1_000
@@ -43,23 +37,19 @@ PASSING = ("08", "40", "53", "55", "57")
 FULL = "53100"
 # A server that refuses a connection gives no SQLSTATE.
 REFUSED = re.compile("authentication failed|no password|pg_hba.conf|does not exist|permission")
-EXACTLY = SQL("set local enable_indexscan = off; set local parallel_setup_cost = {}")
-BROADLY = SQL("set local hnsw.ef_search = {}; set local hnsw.iterative_scan = relaxed_order")
 # Starting two workers takes the CPU time of comparing 70,000 vectors of 128 numbers. By default,
 # Postgres starts them for so many vectors of any width; with this, for 300,000 of this width.
 WORKERS_COST = 5000 * 128
-OPS = {"<": SQL("<"), "<=": SQL("<="), ">": SQL(">"), ">=": SQL(">="), "!=": SQL("<>")}
-JOINTS = {"and": SQL(" and "), "or": SQL(" or ")}
-WRITE = SQL(
-    # After the lock, each statement sees what earlier writers wrote.
-    "begin isolation level read committed read write; {limits};"
-    " select set_config('synchronous_commit', 'on', true)"
-    " where current_setting('synchronous_commit') = 'off';"
-    " select pg_advisory_xact_lock(hashtextextended({lock}, 0))"
-)
-READ = SQL("begin isolation level repeatable read read only; {limits}")
-BUILD = SQL("begin isolation level read committed read write; {limits}")
-LIMITS = SQL(
+# After the lock, each statement sees what earlier writers wrote.
+WRITE = """
+begin isolation level read committed read write; {limits};
+select set_config('synchronous_commit', 'on', true)
+ where current_setting('synchronous_commit') = 'off';
+select pg_advisory_xact_lock(hashtextextended('retrieval ' || {name}, 0))
+"""
+READ = "begin isolation level repeatable read read only; {limits}"
+BUILD = "begin isolation level read committed read write; {limits}"
+LIMITS = (
     "set local statement_timeout = {}; set local idle_in_transaction_session_timeout = 0;"
     " set local jit = off"
 )
@@ -73,48 +63,40 @@ COLUMNS = {
 }
 """Columns of an item without vectors. `record` has the entries that have no column of their own,
 `number` grows with each write."""
-TABLE = (
-    # An exact search takes as long as it takes to read the rows. It needs their first columns, and
-    # vectors that stay in their row, not those that Postgres moves elsewhere.
-    'create table {table} (id text collate "C" primary key, {vectors}, number bigint not null,'
-    ' label text collate "C", version uuid not null, metadata jsonb not null, record jsonb'
-    " not null) with (toast_tuple_target = 8160)",
-    "create index on {table} using hash (label)",
-    "create index on {table} (number)",
-    "create index on {table} using gin (metadata jsonb_path_ops)",
-)
+# An exact search takes as long as it takes to read the rows. It needs their first columns, and
+# vectors that stay in their row, not those that Postgres moves elsewhere.
+TABLE = """
+create table {table} (id text collate "C" primary key, {vectors}, number bigint not null,
+ label text collate "C", version uuid not null, metadata jsonb not null, record jsonb not null)
+ with (toast_tuple_target = 8160);
+create index on {table} using hash (label);
+create index on {table} (number);
+create index on {table} using gin (metadata jsonb_path_ops)
+"""
+REGISTER_TABLES = """
+create table if not exists retrieval_indexes
+ (name text collate "C" primary key, served text, notes jsonb not null);
+create table {table} (id text primary key, content bytea)
+"""
+# Most reads do not need arrays, which are long.
+PLAIN = "id, number, label, version, metadata, record - 'arrays', null"
+WHOLE = "id, number, label, version, metadata, record, v0"
 
-GRAPH = (
-    "create index {fresh} on {table} using hnsw (({column}) {operators})",
-    "drop index if exists {name}",
-    "alter index {fresh} rename to {name}",
-)
-
-Text: TypeAlias = SQL | Composed | Identifier | Literal
-Part: TypeAlias = tuple[Text, tuple[Any, ...]]
+Part: TypeAlias = tuple[str, tuple[Any, ...]]
 """A condition in SQL, and its parameters in order. The text has no value of a user."""
 
 
 class PostgresStore(RemoteStore):
-    """A store in Postgres."""
+    """A store in Postgres.
+
+    Statements consist of texts of this module, quoted names of tables, and numbers; all that comes
+    from a user is a parameter.
+    """
 
     engine = "Postgres"
     errors = (psycopg.Error,)
-    capabilities = frozenset({"atomic", "filters", "ordered", "words"})
-
-    def __init__(
-        self,
-        connections: Connections,
-        address: str,
-        name: str,
-        timeout: float = 30.0,
-        exact: bool = True,
-    ) -> None:
-        super().__init__(address, name, timeout)
-        self._client = connections
-        self._exact = exact
-        # The transaction of a thread: its connection, and the index's row of `retrieval_indexes`.
-        self._current = threading.local()
+    capabilities = frozenset({"atomic", "filters", "ordered"})
+    _client: Connections
 
     def _explain_error(self, error: Exception) -> tuple[bool, str]:
         text = f"{one_line(error) or type(error).__name__}."
@@ -128,40 +110,38 @@ class PostgresStore(RemoteStore):
     # Transactions
 
     @contextmanager
-    def _transaction(self, opening: SQL) -> Iterator[Connection]:
+    def _transaction(self, opening: str) -> Iterator[Connection]:
         """Run the statements inside as one transaction, or as a part of that of this thread."""
-        connection: Connection | None = getattr(self._current, "connection", None)
+        connection: Connection | None = getattr(self._client.current, "connection", None)
         if connection is not None:
             yield connection
             return
         connection = self._request(self._begin, opening)
-        self._current.connection = connection
+        self._client.current.connection = connection
         try:
             yield connection
             self._request(connection.commit)
         finally:
-            self._current.connection = None
+            self._client.current.connection = None
             self._client.give_back(connection)
 
-    def _begin(self, opening: SQL) -> Connection:
+    def _begin(self, opening: str) -> Connection:
         seconds = max(0.001, min(self.timeout, stop_at() - time.monotonic()))
-        limits = LIMITS.format(Literal(round(1000 * seconds)))
-        text = opening.format(limits=limits, lock=Literal(f"retrieval {self.name}"))
-        select = SQL("select served, notes from retrieval_indexes where name = {}")
+        name = Literal(self.name).as_string()
+        text = opening.format(limits=LIMITS.format(round(1000 * seconds)), name=name)
+        select = f"select served, notes from retrieval_indexes where name = {name}"
         connection: Connection = self._client.take(seconds)
         try:
             try:
-                cursor = connection.execute(
-                    SQL("{}; {}").format(text, select.format(Literal(self.name)))
-                )
+                cursor = connection.execute(f"{text}; {select}".encode())
                 while cursor.nextset():
                     pass
-                self._current.register = cursor.fetchone()
+                self._client.current.register = cursor.fetchone()
             except psycopg.errors.UndefinedTable:
                 # This database never had an index.
                 connection.rollback()
-                connection.execute(text)
-                self._current.register = None
+                connection.execute(text.encode())
+                self._client.current.register = None
         except BaseException as error:
             self._client.give_back(connection)
             # The others are most likely broken, too.
@@ -175,52 +155,44 @@ class PostgresStore(RemoteStore):
         with self._turn, self._transaction(WRITE):
             yield
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._transaction(READ):
-            yield
+    def _reading(self) -> AbstractContextManager[object]:
+        return self._transaction(READ)
 
     def _may_retry(self) -> bool:
-        return getattr(self._current, "connection", None) is None
+        return getattr(self._client.current, "connection", None) is None
 
     def _run(self, call: Callable[[Connection], Any]) -> Any:
         """Return what `call` returns, in a transaction of its own outside of one."""
         with self._transaction(READ) as connection:
             return self._request(call, connection)
 
-    def _execute(self, text: LiteralString, *values: Any, **names: Text) -> list[tuple[Any, ...]]:
-        """Return the rows of a statement; `names` are the parts of its text in braces."""
+    def _execute(self, text: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Return the rows of a statement."""
 
         def execute(connection: Connection) -> list[tuple[Any, ...]]:
-            cursor = connection.execute(SQL(text).format(**names), values or None, binary=True)
+            cursor = connection.execute(text.encode(), values or None, binary=bool(values))
             return cursor.fetchall() if cursor.description else []
 
         return list(self._run(execute))
 
-    def _on(
-        self, generation: Generation, text: LiteralString, *values: Any, **names: Text
-    ) -> list[tuple[Any, ...]]:
-        """Return the rows of a statement on the table of a generation; see `_execute`."""
-        return self._execute(text, *values, table=self._table(generation), **names)
-
     # Tables
 
-    def _table(self, generation: Generation) -> Identifier:
-        return Identifier(self.collection(generation.number))
+    def _table(self, generation: Generation) -> str:
+        return Identifier(self.collection(generation.number)).as_string()
 
     def _collections(self) -> list[str]:
         rows = self._execute("select tablename from pg_tables where schemaname = current_schema()")
         return [name for (name,) in rows]
 
     def _delete_collection(self, name: str) -> None:
-        self._execute("drop table if exists {table}", table=Identifier(name))
+        self._execute(f"drop table if exists {Identifier(name).as_string()}")
 
     # The register: a row of `retrieval_indexes`, which each transaction begins by reading.
 
     def _register(self) -> tuple[str | None, dict[str, Any]] | None:
         """Return the name of the table that is served, and the notes; None without an index."""
         with self._reading():
-            register: tuple[str | None, dict[str, Any]] | None = self._current.register
+            register: tuple[str | None, dict[str, Any]] | None = self._client.current.register
             return register
 
     def _aliased_collection(self) -> str | None:
@@ -233,38 +205,25 @@ class PostgresStore(RemoteStore):
             raise self._lost_error()
         return dict(register[1])
 
-    def _change_register(self, text: LiteralString, *values: Any) -> None:
-        rows = self._execute(text + " returning served, notes", *values)
-        self._current.register = next(iter(rows), None)
+    def _change_register(self, change: str, *values: Any) -> None:
+        text = f"update retrieval_indexes set {change} where name = %s returning served, notes"
+        (self._client.current.register,) = self._execute(text, *values, self.name)
 
     def _move_alias(self, number: int | None) -> None:
-        if number is None:
-            if self._register() is not None:
-                self._change_register("delete from retrieval_indexes where name = %s", self.name)
-            return
-        self._change_register(
-            "update retrieval_indexes set served = %s where name = %s",
-            self.collection(number),
-            self.name,
-        )
+        if number is not None:
+            self._change_register("served = %s", self.collection(number))
+        elif self._register() is not None:
+            self._execute("delete from retrieval_indexes where name = %s", self.name)
+            self._client.current.register = None
 
     def _write_notes(self, notes: Mapping[str, Any]) -> None:
-        self._change_register(
-            "update retrieval_indexes set notes = notes || %s where name = %s",
-            Jsonb(dict(notes)),
-            self.name,
-        )
+        self._change_register("notes = notes || %s", Jsonb(dict(notes)))
 
     def _create_collection(self, generation: Generation) -> None:
+        table = self._table(generation)
         if not generation.number:
-            self._execute(
-                'create table if not exists retrieval_indexes (name text collate "C" primary key,'
-                " served text, notes jsonb not null)"
-            )
-            self._change_register(
-                "insert into retrieval_indexes values (%s, null, '{{}}')", self.name
-            )
-            self._on(generation, "create table {table} (id text primary key, content bytea)")
+            self._execute(REGISTER_TABLES.format(table=table))
+            self._execute("insert into retrieval_indexes values (%s, null, '{}')", self.name)
             return
         widths = [stop - start for start, stop in generation.spans]
         most = MOST_NUMBERS if self._exact else MOST_IN_HALF_GRAPH
@@ -274,12 +233,8 @@ class PostgresStore(RemoteStore):
                 f"{self.address}: pgvector keeps vectors of up to {most:,} numbers in a {kind}, and"
                 f" these have {max(widths):,}."
             )
-        vectors = [
-            SQL("{} vector({})").format(Identifier(f"v{space}"), Literal(width))
-            for space, width in enumerate(widths)
-        ]
-        for text in TABLE:
-            self._on(generation, text, vectors=SQL(", ").join(vectors))
+        vectors = ", ".join(f"v{space} vector({width})" for space, width in enumerate(widths))
+        self._execute(TABLE.format(table=table, vectors=vectors))
         # A later generation is filled first: `switch`.
         if not self._exact and generation.number == 1:
             self._build_graphs(generation)
@@ -287,20 +242,16 @@ class PostgresStore(RemoteStore):
     def _build_graphs(self, generation: Generation) -> None:
         """Build the graph of each sub-space; until the end, searches use the earlier one."""
         self._execute("set local statement_timeout = 0")
-        for space, (start, stop) in enumerate(generation.spans):
-            operators = "vector_l2_ops"
-            if stop - start > MOST_IN_GRAPH:
-                operators = "halfvec_l2_ops"
+        for space in range(len(generation.spans)):
+            column, kind = _searched(generation, space)
             name = f"{self.collection(generation.number)}_v{space}"
-            for text in GRAPH:
-                self._on(
-                    generation,
-                    text,
-                    name=Identifier(name),
-                    fresh=Identifier(f"{name}_"),
-                    column=_searched(generation, space)[0],
-                    operators=SQL(operators),
-                )
+            self._execute(
+                f'create index "{name}_" on {self._table(generation)} using hnsw'
+                f" (({column}) {kind}_l2_ops)"
+            )
+            self._execute(
+                f'drop index if exists "{name}"; alter index "{name}_" rename to "{name}"'
+            )
 
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`. Its graph is built before, while others write."""
@@ -332,18 +283,15 @@ class PostgresStore(RemoteStore):
     # Items
 
     def _write_bytes(self, pieces: Mapping[str, bytes]) -> None:
-        types = {"id": "text", "content": "bytea"}
-        self._copy(self._table(REGISTER), types, pieces.items())
+        self._copy(self._table(REGISTER), {"id": "text", "content": "bytea"}, pieces.items())
 
     def _read_bytes(self, names: Sequence[str]) -> dict[str, bytes]:
-        text = "select id, content from {table} where id = any(%s)"
-        return dict(self._on(REGISTER, text, list(names)))
+        text = f"select id, content from {self._table(REGISTER)} where id = any(%s)"
+        return dict(self._execute(text, list(names)))
 
-    def _copy(
-        self, table: Identifier, columns: Mapping[str, str], rows: Iterable[Sequence[Any]]
-    ) -> None:
+    def _copy(self, table: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> None:
         """Add rows to a table, whose columns have these types."""
-        text = SQL("copy {} ({}) from stdin (format binary)").format(table, _names(columns))
+        text = f"copy {table} ({', '.join(columns)}) from stdin (format binary)".encode()
 
         def copy(connection: Connection) -> None:
             with connection.cursor() as cursor, cursor.copy(text) as target:
@@ -354,7 +302,8 @@ class PostgresStore(RemoteStore):
         self._run(copy)
 
     def _write_rows(self, generation: Generation, rows: Sequence[Row]) -> None:
-        ((last,),) = self._on(generation, "select coalesce(max(number), 0) from {table}")
+        table = self._table(generation)
+        ((last,),) = self._execute(f"select coalesce(max(number), 0) from {table}")
         self._delete_rows(generation, [row.id for row in rows])
         vectors = {f"v{space}": "vector" for space in range(len(generation.spans))}
         nothing: Sequence[Any] = [None] * len(vectors)
@@ -366,59 +315,36 @@ class PostgresStore(RemoteStore):
             own = [record.pop(name) for name in COLUMNS if name != "record"]
             own[-2:] = [UUID(own[-2]), Jsonb(own[-1])]
             values.append([*own, Jsonb(record), *(numbers or nothing)])
-        self._copy(self._table(generation), COLUMNS | vectors, values)
-        if self._has_words(generation):
-            self._write_words(rows)
+        self._copy(table, COLUMNS | vectors, values)
 
     def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
-        self._on(generation, "delete from {table} where id = any(%s)", list(ids))
-        if generation.number and self._has_words(generation):
-            text: LiteralString = "delete from {words} where id = any(%s)"
-            self._execute(text, list(ids), words=self._words)
+        self._execute(f"delete from {self._table(generation)} where id = any(%s)", list(ids))
+
+    def _select(
+        self, generation: Generation, conditions: Conditions, rest: str, columns: str = PLAIN
+    ) -> list[Row]:
+        """Return the rows that match, in the order and number that the statement's rest says."""
+        where, values = all_of(conditions)
+        text = f"select {columns} from {self._table(generation)} where {where} {rest}"
+        return [_row(*row) for row in self._execute(text, *values)]
 
     def _read_rows(
         self, generation: Generation, ids: Sequence[str], arrays: bool = False
     ) -> list[Row]:
-        if not ids:
-            return []
-        columns = PLAIN
-        if arrays:
-            columns = WHOLE
-        text = "select {columns} from {table} where id = any(%s)"
-        return list(map(_row, self._on(generation, text, list(ids), columns=columns)))
+        chosen = [("id = any(%s)", (list(ids),))]
+        return self._select(generation, chosen, "", WHOLE if arrays else PLAIN)
 
     def _read_page(
         self, generation: Generation, conditions: Conditions, after: str | None, limit: int
     ) -> list[Row]:
         # No id is empty.
-        return self._page(generation, conditions, ("id", "id > %s", after or ""), limit)
-
-    def _page(
-        self,
-        generation: Generation,
-        conditions: Conditions,
-        order: tuple[LiteralString, LiteralString, Any],
-        limit: int,
-    ) -> list[Row]:
-        where, values = _all_of(conditions)
-        key, beyond, last = order
-        rows = self._on(
-            generation,
-            "select {columns} from {table} where {beyond} and {where} order by {key} limit %s",
-            last,
-            *values,
-            limit,
-            columns=PLAIN,
-            where=where,
-            beyond=SQL(beyond),
-            key=SQL(key),
-        )
-        return list(map(_row, rows))
+        chosen = [("id > %s", (after or "",)), *conditions]
+        return self._select(generation, chosen, f"order by id limit {limit}")
 
     def _count_rows(self, generation: Generation, conditions: Conditions) -> int:
-        where, values = _all_of(conditions)
-        text: LiteralString = "select count(*) from {table} where {where}"
-        ((count,),) = self._on(generation, text, *values, where=where)
+        where, values = all_of(conditions)
+        text = f"select count(*) from {self._table(generation)} where {where}"
+        ((count,),) = self._execute(text, *values)
         return int(count)
 
     def newest(
@@ -427,14 +353,16 @@ class PostgresStore(RemoteStore):
         """Return a page of items, the newest first; see `Store`."""
         with self._reading():
             served = self._read_register().served
-            order = ("number desc", "number < %s", before or MOST_WRITES)
-            page = self._page(served, self._conditions(filter), order, limit)
+            chosen = self._conditions(filter)
+            if before is not None:
+                chosen.append(("number < %s", (before,)))
+            page = self._select(served, chosen, f"order by number desc limit {limit}")
         if not page:
             self.refuse_impossible(filter)
         return [(row.record["number"], row.item()) for row in page]
 
     def _versions(self, generation: Generation) -> dict[str, str]:
-        rows = self._on(generation, "select id, version from {table}")
+        rows = self._execute(f"select id, version from {self._table(generation)}")
         return {id: version.hex for id, version in rows}
 
     def _nearest_ids(
@@ -445,128 +373,63 @@ class PostgresStore(RemoteStore):
         count: int,
         conditions: Conditions,
     ) -> list[list[str]]:
-        where, values = _all_of(conditions)
-        text = SQL(
-            "select id from {} where v0 is not null and {} order by {} <-> %b{} limit %s"
-        ).format(self._table(generation), where, *_searched(generation, space))
+        where, values = all_of([("v0 is not null", ()), *conditions])
+        column, kind = _searched(generation, space)
+        text = (
+            f"select id from {self._table(generation)} where {where}"
+            f" order by {column} <-> %b::{kind} limit {count}"
+        )
 
-        def nearest(setting: SQL | Composed, chosen: Floats) -> list[list[str]]:
-            def search(connection: Connection) -> list[list[str]]:
-                connection.execute(setting)
-                # A query is sent before the answer to the last one has arrived.
-                with connection.pipeline():
-                    cursors = [
-                        connection.execute(text, (*values, query, count), binary=True)
-                        for query in chosen
-                    ]
-                    return [[id for (id,) in cursor] for cursor in cursors]
+        def nearest(queries: Floats, settings: str) -> list[list[str]]:
+            self._execute(settings)
+            return [[id for (id,) in self._execute(text, *values, query)] for query in queries]
 
-            return list(self._run(search))
-
-        exactly = EXACTLY.format(Literal(round(WORKERS_COST / queries.shape[1])))
+        cost = round(WORKERS_COST / queries.shape[1])
+        exactly = f"set local enable_indexscan = off; set local parallel_setup_cost = {cost}"
         if self._exact:
-            return nearest(exactly, queries)
+            return nearest(queries, exactly)
         breadth = min(max(MIN_BREADTH, 2 * count), MAX_BREADTH)
-        answers = nearest(BROADLY.format(Literal(breadth)), queries)
+        broadly = (
+            f"set local hnsw.ef_search = {breadth}; set local hnsw.iterative_scan = 'relaxed_order'"
+        )
+        answers = nearest(queries, broadly)
         # The search of a graph may end before it has found as many that match a filter.
         short = [number for number, ids in enumerate(answers) if len(ids) < count]
-        for number, ids in zip(short, nearest(exactly, queries[short]), strict=True):
+        for number, ids in zip(short, nearest(queries[short], exactly), strict=True):
             answers[number] = ids
         return answers
-
-    # Words. The note "words" is the id up to which the items' words were read, or True for all.
-
-    @property
-    def _words(self) -> Identifier:
-        return Identifier(f"{self._prefix}words")
-
-    def _has_words(self, generation: Generation) -> bool:
-        """Return whether a write to a generation changes words; all generations share them."""
-        return generation.state == "served" and "words" in self._read_notes()
-
-    def _write_words(self, rows: Sequence[Row]) -> None:
-        lists = ((row.id, words.words_of(row)) for row in rows)
-        self._copy(self._words, words.COLUMNS, lists)
-
-    def keep_words(self, report: Callable[[int], object] = lambda count: None) -> None:
-        """Keep the words of all items from now on; see `Store`."""
-        while not self.keeps_words():
-            with self._writing():
-                served = self._read_register().served
-                after = self._read_notes().get("words")
-                if after is None:
-                    for text in words.CREATE:
-                        self._execute(text, words=self._words)
-                rows = self._read_page(served, (), after, PAGE)
-                # Those that were written since the first page have their words.
-                known = set(
-                    self._execute(
-                        "select id from {words} where id = any(%s)",
-                        [row.id for row in rows],
-                        words=self._words,
-                    )
-                )
-                self._write_words([row for row in rows if (row.id,) not in known])
-                self._write_notes({"words": not rows or rows[-1].id})
-            report(len(rows))
-
-    def keeps_words(self) -> bool:
-        """Return whether the index has the words of all items."""
-        return self._read_notes().get("words") is True
-
-    def search_words(
-        self, text: str, count: int, *, filter: Filter | None = None, also: Sequence[str] = ()
-    ) -> list[tuple[str, float]]:
-        """Return the items that fit the words of a text best; see `Store`."""
-        with self._reading():
-            register = self._read_register()
-            if register.notes.get("words") is not True:
-                raise DataError(WITHOUT_WORDS)
-            where, values = _all_of(self._conditions(filter))
-            if filter is not None:
-                where = SQL("id in (select id from {} where {})").format(
-                    self._table(register.served), where
-                )
-            terms = words.terms_of(text)
-            parameters = (terms, terms, *values, count, usable(also), count)
-            return self._execute(words.SEARCH, *parameters, words=self._words, where=where)
 
     # Filters
 
     def _join_conditions(self, joint: Joint, parts: Sequence[Part]) -> Part:
-        values = tuple(value for _, values in parts for value in values)
-        texts = [text for text, _ in parts]
-        if joint == "not":
-            return SQL("(not {})").format(*texts), values
-        return SQL("({})").format(JOINTS[joint].join(texts)), values
+        text, values = _joined(f" {joint} ", parts)
+        # What is unknown, because an item has no such value, is not true.
+        return (f"({text}) is not true" if joint == "not" else f"({text})"), values
 
     def _condition(self, field: Field, op: str, values: Sequence[Any]) -> Part:
-        """Return a condition that is true or false, but never null."""
         if isinstance(field, str):
-            column = Identifier(field)
             if op == "exists":
-                return SQL("({} is not null)").format(column), ()
+                return f"{field} is not null", ()
             if op == "=":
-                return SQL("({0} is not null and {0} = any(%s))").format(column), (list(values),)
-            return SQL("coalesce({} {} %s, false)").format(column, OPS[op]), tuple(values)
+                return f"{field} = any(%s)", (list(values),)
+            return f"{field} {op} %s", tuple(values)
         if op == "=":
             # A list holds a value that equals one of its elements.
             objects = [_nested(field, entry) for value in values for entry in (value, [value])]
-            return SQL("(metadata @> any(%s::jsonb[]))"), (list(map(to_json, objects)),)
+            return "metadata @> any(%s::jsonb[])", (list(map(to_json, objects)),)
         # An operand of text finds a name in an object, and nothing in a list.
-        value = SQL("(metadata{})").format(SQL("").join([SQL(" -> %s::text")] * len(field)))
+        value = f"(metadata{' -> %s::text' * len(field)})"
         if op == "exists":
-            return SQL("({} is not null)").format(value), field
+            return f"{value} is not null", field
         operand = to_json(values[0])
         if op == "!=":
             # A list is within another if each of its elements equals one of the other's.
-            text = SQL("coalesce(not {} <@ jsonb_build_array(%s::jsonb), false)")
-            return text.format(value), (*field, operand)
+            return f"not {value} <@ jsonb_build_array(%s::jsonb)", (*field, operand)
         # jsonpath compares text by code points, and nothing with a value of another type. It looks
         # into a list, but not into a list in a list.
         path = f'$ ? (@.type() != "array" && @ {op} $bound)'
-        text = SQL("coalesce(jsonb_path_exists({}, %s::jsonpath, %s::jsonb, true), false)")
-        return text.format(value), (*field, path, f'{{"bound": {operand}}}')
+        text = f"jsonb_path_exists({value}, %s::jsonpath, %s::jsonb, true)"
+        return text, (*field, path, f'{{"bound": {operand}}}')
 
 
 def _nested(field: Sequence[str], value: Any) -> Any:
@@ -576,35 +439,28 @@ def _nested(field: Sequence[str], value: Any) -> Any:
     return value
 
 
-def _names(names: Iterable[str]) -> Composed:
-    return SQL(", ").join(map(Identifier, names))
+def all_of(conditions: Conditions) -> Part:
+    """Return the condition that all conditions hold."""
+    return _joined(" and ", [("true", ()), *conditions])
 
 
-# Most reads do not need arrays, which are long.
-PLAIN = SQL("{}, record - 'arrays'").format(_names(name for name in COLUMNS if name != "record"))
-WHOLE = _names((*COLUMNS, "v0"))
-
-
-def _all_of(conditions: Conditions) -> Part:
-    texts = [text for text, _ in conditions]
+def _joined(joint: str, conditions: Sequence[Part]) -> Part:
     values = tuple(value for _, values in conditions for value in values)
-    return SQL(" and ").join([SQL("true"), *texts]), values
+    return joint.join(text for text, _ in conditions), values
 
 
-def _searched(generation: Generation, space: int) -> tuple[Composed, Composed]:
-    """Return what is compared with a query, which is what a graph has, and the query's cast."""
+def _searched(generation: Generation, space: int) -> tuple[str, str]:
+    """Return what is compared with a query, which is what a graph has, and its type."""
     start, stop = generation.spans[space]
-    half = SQL("{}").format(SQL(""))
     if stop - start > MOST_IN_GRAPH:
-        half = SQL("::halfvec({})").format(Literal(stop - start))
-    return SQL("{}{}").format(Identifier(f"v{space}"), half), half
+        return f"v{space}::halfvec({stop - start})", "halfvec"
+    return f"v{space}", "vector"
 
 
-def _row(values: Sequence[Any]) -> Row:
-    own = dict(zip(COLUMNS, values, strict=False))
+def _row(*values: Any) -> Row:
+    *plain, vector = values
+    own = dict(zip(COLUMNS, plain, strict=True))
     record = own.pop("record") | own | {"version": own["version"].hex}
-    vector = None
-    # The item has arrays, and they were read.
-    if len(values) > len(COLUMNS) and values[-1] is not None:
-        vector = values[-1].to_numpy()
+    if vector is not None:
+        vector = vector.to_numpy()
     return Row.joined(record, vector)

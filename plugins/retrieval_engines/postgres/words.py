@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from retrieval.store.words import MAX_TERMS
+from psycopg.sql import Identifier
+from retrieval.errors import DataError
+from retrieval.store.copy_store import PAGE
+from retrieval.store.filters import Filter
+from retrieval.store.items import Generation, usable
+from retrieval.store.words import MAX_TERMS, WITHOUT_WORDS
 
+from retrieval_engines.postgres.store import PostgresStore, all_of
 from retrieval_engines.rows import Row
 
 MOST_CHARACTERS = 100
 """Characters of a word that count; an entry of Postgres's index has at most 2,700 bytes."""
 COLUMNS = {"id": "text", "words": "text[]"}
-CREATE = (
-    'create table {words} (id text collate "C" primary key,'
-    ' number bigint generated always as identity, words text[] collate "C" not null)',
-    "create index on {words} using gin (words)",
-)
+CREATE = """
+create table {table} (id text collate "C" primary key, number bigint generated always as identity,
+ words text[] collate "C" not null);
+create index on {table} using gin (words)
+"""
 # The sum has an order of its own, so that items with the same words have the same score.
 SEARCH = """
 with found as materialized (
  select id, number, cardinality(words) as length, term,
   cardinality(array_positions(words, term)) as times
- from {words}, unnest(%s::text[]) as term where words && %s and term = any(words)
+ from {table}, unnest(%s::text[]) as term where words && %s and term = any(words)
 ), totals as (
- select count(*) as items, avg(cardinality(words))::float8 as mean from {words}
+ select count(*) as items, avg(cardinality(words))::float8 as mean from {table}
 ), terms as (
  select term, greatest(ln((items - count(*) + 0.5::float8) / (count(*) + 0.5)), 1e-6) as weight
  from found, totals group by term, items
@@ -47,6 +53,72 @@ where place <= %s or id = any(%s) and score = (select score from placed where pl
 order by place
 """
 _WORD = re.compile(r"[^\W_]+")
+
+
+class PostgresWords(PostgresStore):
+    """A store in Postgres that keeps the words of its items, if told to.
+
+    All generations share the table. The note "words" is the id up to which the items' words were
+    read, or True for all.
+    """
+
+    capabilities = PostgresStore.capabilities | {"words"}
+
+    @property
+    def _words(self) -> str:
+        return Identifier(f"{self._prefix}words").as_string()
+
+    def _has_words(self, generation: Generation) -> bool:
+        """Return whether a write to a generation changes words."""
+        return generation.state == "served" and "words" in self._read_notes()
+
+    def _write_rows(self, generation: Generation, rows: Sequence[Row]) -> None:
+        super()._write_rows(generation, rows)
+        if self._has_words(generation):
+            self._write_words(rows)
+
+    def _write_words(self, rows: Sequence[Row]) -> None:
+        self._copy(self._words, COLUMNS, [(row.id, words_of(row)) for row in rows])
+
+    def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
+        super()._delete_rows(generation, ids)
+        if generation.number and self._has_words(generation):
+            self._execute(f"delete from {self._words} where id = any(%s)", list(ids))
+
+    def keep_words(self, report: Callable[[int], object] = lambda count: None) -> None:
+        """Keep the words of all items from now on; see `Store`."""
+        while not self.keeps_words():
+            with self._writing():
+                served = self._read_register().served
+                after = self._read_notes().get("words")
+                if after is None:
+                    self._execute(CREATE.format(table=self._words))
+                rows = self._read_page(served, (), after, PAGE)
+                # Those that were written since the first page have their words.
+                text = f"select id from {self._words} where id = any(%s)"
+                known = set(self._execute(text, [row.id for row in rows]))
+                self._write_words([row for row in rows if (row.id,) not in known])
+                self._write_notes({"words": not rows or rows[-1].id})
+            report(len(rows))
+
+    def keeps_words(self) -> bool:
+        """Return whether the index has the words of all items."""
+        return self._read_notes().get("words") is True
+
+    def search_words(
+        self, text: str, count: int, *, filter: Filter | None = None, also: Sequence[str] = ()
+    ) -> list[tuple[str, float]]:
+        """Return the items that fit the words of a text best; see `Store`."""
+        with self._reading():
+            register = self._read_register()
+            if register.notes.get("words") is not True:
+                raise DataError(WITHOUT_WORDS)
+            where, values = all_of(self._conditions(filter))
+            if filter is not None:
+                where = f"id in (select id from {self._table(register.served)} where {where})"
+            statement = SEARCH.format(table=self._words, where=where)
+            terms = terms_of(text)
+            return self._execute(statement, terms, terms, *values, count, usable(also), count)
 
 
 def words_of(row: Row) -> list[str]:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qdrant_client import QdrantClient, models
+from qdrant_client import models
 from qdrant_client.http.exceptions import (
     ApiException,
     ResponseHandlingException,
@@ -51,18 +51,6 @@ class QdrantStore(RemoteStore):
     engine = "Qdrant"
     errors = (ApiException, ValueError)
     separator = "~"
-
-    def __init__(
-        self,
-        client: QdrantClient,
-        address: str,
-        name: str,
-        timeout: float = 30.0,
-        exact: bool = True,
-    ) -> None:
-        super().__init__(address, name, timeout)
-        self._client = client
-        self._search_params = models.SearchParams(exact=exact)
 
     def _explain_error(self, error: Exception) -> tuple[bool, str]:
         # No response, or not an HTTP response.
@@ -222,13 +210,14 @@ class QdrantStore(RemoteStore):
         count: int,
         conditions: Conditions,
     ) -> list[list[str]]:
+        params = models.SearchParams(exact=self._exact)
         requests = [
             models.QueryRequest(
                 query=query.tolist(),
                 using=f"v{space}",
                 filter=models.Filter(must=list(conditions)),
                 limit=count,
-                params=self._search_params,
+                params=params,
                 with_payload=["id"],
             )
             for query in queries
