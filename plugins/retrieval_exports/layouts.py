@@ -69,7 +69,9 @@ def write_parquet(
             meanwhile.
         MissingDependency: pyarrow is not installed.
     """
-    if output.is_dir() or (output.exists() and not replace):
+    if output.is_dir():
+        raise DataError(f"{output} is a folder. Choose another name for the file.")
+    if output.exists() and not replace:
         raise DataError(f"{output} exists already. Choose another name, or pass --replace.")
     pa = pyarrow()
     bundle = index.follow()
@@ -111,7 +113,15 @@ def write_fiftyone(
         DataError: see `write_parquet`; or no item has an image.
     """
     exists = DataError(f"{output} exists already. Choose another name, or pass --replace.")
-    if output.exists() and not output.is_dir():
+    if replace:
+        # The name may be that of a folder of photos.
+        exists = DataError(
+            f"{output} exists already and is no export for FiftyOne, so it is not replaced. Choose"
+            " another name."
+        )
+        replace = (output / "labels.json").is_file() and (output / "vectors.npy").is_file()
+    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    if not (is_free or replace):
         raise exists
     bundle = index.follow()
     done = Exported()

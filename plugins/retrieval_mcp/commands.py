@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 from retrieval.cli.common import PATH, command
-from retrieval.errors import needing
+from retrieval.errors import DataError, needing
 
 
 @command(
@@ -30,6 +30,8 @@ def mcp(address: str, photos: Path, index: str | None) -> None:
     get; none changes anything. At a server they have the rights of the API key in the environment
     variable RETRIEVAL_KEY.
     """
+    if not photos.is_dir():
+        raise DataError(f"There is no folder {photos}, which --photos names. Create it first.")
     is_server = address.startswith(("http://", "https://"))
     if index is not None and not is_server:
         raise click.UsageError("Leave --index out: INDEX is no server.")

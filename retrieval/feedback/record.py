@@ -274,6 +274,11 @@ class FeedbackRecord:
         """Context manager that turns errors of SQLite and the disk into a `StoreError`."""
         try:
             yield
+        except apsw.NotADBError as fault:
+            raise StoreError(
+                f"{self.path} is not a file of feedback, or its beginning is damaged. Name another"
+                " file."
+            ) from fault
         except (apsw.Error, OSError) as fault:
             kind = StoreError
             if isinstance(fault, apsw.BusyError):

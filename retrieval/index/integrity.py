@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from retrieval.base.folder_kinds import instead, kind_of
 from retrieval.base.progress import Meter
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import StoreError, listed
@@ -15,7 +16,7 @@ from retrieval.store.find_store import store_place
 from retrieval.store.folder import check_record, write_snapshot
 from retrieval.store.items import served_of
 from retrieval.store.local import LocalStore
-from retrieval.store.record import Record
+from retrieval.store.record import RECORD_FILE, Record
 
 
 def check_index(folder: Path) -> tuple[list[str], list[str]]:
@@ -25,10 +26,11 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
         Two lists of sentences: what is damaged, and what the next writer will rebuild.
 
     Raises:
-        StoreError: the folder does not exist, or its SQLite record cannot be opened.
+        StoreError: the folder is not an index, or its SQLite record cannot be opened.
     """
-    if not folder.is_dir():
-        raise StoreError(f"{folder} is not an index: there is no such folder.")
+    if kind_of(folder) != "index" and not (folder / RECORD_FILE).exists():
+        missing = "" if folder.is_dir() else ": there is no such folder"
+        raise StoreError(f"{folder} is not an index{missing}.{instead(folder, 'index')}")
     with Meter("checking", 0, "arrays") as meter:
         return check_record(folder, meter.update)
 

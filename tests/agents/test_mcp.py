@@ -231,6 +231,8 @@ def test_a_link_in_the_folder_leads_nowhere_else(shop, tmp_path):
 def test_mistakes_on_the_command_line(shop, cli, monkeypatch, tmp_path):
     assert "is not an index" in cli("mcp", tmp_path).err
     assert "Leave --index out" in cli("mcp", shop / "photos.index", "--index", "a").err
+    done = cli("mcp", shop / "photos.index", "--photos", tmp_path / "none")
+    assert done.code == 2 and "There is no folder" in done.err
     assert "127.0.0.1:9" in cli("mcp", "http://127.0.0.1:9").err
     for name in [name for name in sys.modules if name.split(".")[0] == "mcp"]:
         monkeypatch.setitem(sys.modules, name, None)

@@ -173,6 +173,19 @@ def test_outputs_are_whole_or_not_there(cli, place, tmp_path, monkeypatch, small
     assert pq.read_table(tmp_path / "there").num_rows == 150
 
 
+def test_replacing_keeps_folders_that_are_no_export(cli, place, tmp_path):
+    (photo,) = makers.write_digits(tmp_path / "photos", 1)
+    for to in ("parquet", "fiftyone"):
+        done = cli("export-items", place, tmp_path / "photos", "--to", to, "--replace")
+        assert done.code == 2 and "Choose another name" in done.err
+        assert "--replace" not in done.err and photo.exists()
+    output = tmp_path / "empty"
+    output.mkdir()
+    for replace in ((), ("--replace",)):
+        export(cli, place, output, "--to", "fiftyone", *replace)
+        assert len(list((output / "data").iterdir())) == 150
+
+
 def test_a_migration_meanwhile_is_refused(cli, place, tmp_path, monkeypatch, small_pages):
     from retrieval_exports import layouts
 

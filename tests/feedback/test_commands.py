@@ -88,6 +88,7 @@ def test_forget_says_that_a_metric_had_learned_from_it(cli, folder):
 def test_a_mistake_is_one_sentence(cli, folder, tmp_path):
     for words, sentence in (
         (("list", tmp_path / "none"), "There is no feedback at"),
+        (("list", __file__), "is not a file of feedback"),
         (("forget", folder), "one of them"),
         (("forget", folder, "--item", "x", "--key", "shop"), "one of them"),
         (("export", folder, "--output", tmp_path / "no" / "out"), "cannot be written"),

@@ -127,6 +127,8 @@ def test_copies_that_are_damaged_or_in_the_way(digits, cli):
 MISTAKES = [
     (["shwo", "d.index"], "Did you mean 'show'?"),
     (["check", "nowhere"], "nowhere is not an index: there is no such folder"),
+    (["check", "."], ". is not an index. Create one with"),
+    (["restore", ".", "x"], ". is not an index. Create one with"),
     (["compact", "nowhere", "--json"], "nowhere is not an index"),
     (["show", "d.index", "nobody"], "has no item 'nobody'"),
     (["list", "d.index", "--after", "\udcff"], "not an id that an item can have"),
