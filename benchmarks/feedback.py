@@ -50,8 +50,8 @@ import numpy as np
 from numpy.typing import NDArray
 from retrieval.bundle.bundle import Bundle
 from retrieval.client import Client
+from retrieval.feedback.feedback_record import CLICKED, FEEDBACK_FILE, FeedbackRecord, Search
 from retrieval.feedback.interleaving import load_head, team_draft
-from retrieval.feedback.record import CLICKED, FEEDBACK_FILE, FeedbackRecord, Search
 from retrieval.index.index import Index, open_index
 from retrieval.store.contract import Item, widths_of
 from retrieval.store.folder import create_local

@@ -43,7 +43,13 @@ from typing import Any
 import numpy as np
 from retrieval.bundle.bundle import Bundle
 from retrieval.cli.app import main as run_command
-from retrieval.feedback.record import CLICKED, DISLIKED, FEEDBACK_FILE, LIKED, FeedbackRecord
+from retrieval.feedback.feedback_record import (
+    CLICKED,
+    DISLIKED,
+    FEEDBACK_FILE,
+    LIKED,
+    FeedbackRecord,
+)
 from retrieval.index.index import open_index
 from retrieval.index.integrity import check_index
 from retrieval.store.items import served_of

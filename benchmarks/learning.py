@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from retrieval.feedback.feedback_record import CLICKED, FEEDBACK_FILE, FeedbackRecord, Search
 from retrieval.feedback.interleaving import team_draft
-from retrieval.feedback.record import CLICKED, FEEDBACK_FILE, FeedbackRecord, Search
 from threadpoolctl import threadpool_limits
 
 from bench import Kept, markdown, one_thread, page, resume_arguments

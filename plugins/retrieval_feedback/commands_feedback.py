@@ -14,7 +14,7 @@ from retrieval.cli import say, say_json
 from retrieval.cli.common import JSON, PATH, Duration, Group, command
 
 if TYPE_CHECKING:
-    from retrieval.feedback.record import FeedbackRecord, JudgedSearch
+    from retrieval.feedback.feedback_record import FeedbackRecord, JudgedSearch
 
 _PAGE = 1000  # searches that are read at once
 
@@ -128,7 +128,7 @@ def forget_feedback(
 
 
 def _opened(place: Path) -> FeedbackRecord:
-    from retrieval.feedback.record import FEEDBACK_FILE, FeedbackRecord
+    from retrieval.feedback.feedback_record import FEEDBACK_FILE, FeedbackRecord
 
     if place.is_dir():
         place = place / FEEDBACK_FILE
@@ -157,7 +157,7 @@ def _all(record: FeedbackRecord) -> Iterator[JudgedSearch]:
 
 def _plain(entry: JudgedSearch, marks: Any) -> dict[str, Any]:
     """Return a search with its marks as JSON."""
-    from retrieval.feedback.record import CLICKED, DISLIKED, LIKED
+    from retrieval.feedback.feedback_record import CLICKED, DISLIKED, LIKED
 
     words = {LIKED: "liked", DISLIKED: "disliked", CLICKED: "clicked"}
     search = entry.search

@@ -12,7 +12,7 @@ from retrieval.cli.common import JSON, PATH, Number, command, loading
 from retrieval.cli.index import INDEX, opened_index, tell
 
 if TYPE_CHECKING:
-    from retrieval.feedback.record import FeedbackRecord
+    from retrieval.feedback.feedback_record import FeedbackRecord
     from retrieval.store.address import IndexPlace
 
     from retrieval_feedback.worker import Step, Worker
@@ -71,7 +71,7 @@ def learn(
     served stays on trial against the model alone, which comes back if the lead is lost.
     """
     with loading():
-        from retrieval.feedback.record import FeedbackRecord, feedback_file
+        from retrieval.feedback.feedback_record import FeedbackRecord, feedback_file
 
         from retrieval_feedback.worker import Worker
     file = feedback_file(path, file)

@@ -124,7 +124,7 @@ def head_of(learner: Any, vectors: Floats32) -> bytes:
             by their Euclidean distance.
     """
     from retrieval.export.agreement import encoder_graph, torch_outputs
-    from retrieval.model.graph import TOLERANCE, Encoder, ready
+    from retrieval.model.graph import TOLERANCE, EncoderModule, ready
     from retrieval.model.model import Model
 
     head, combiner = learner.to_model_parts()
@@ -139,7 +139,7 @@ def head_of(learner: Any, vectors: Floats32) -> bytes:
     model = Model(backbone, head)
     items = vectors[:_VERIFIED]
     with ready(model):
-        encoder = Encoder(model).eval()
+        encoder = EncoderModule(model).eval()
         outputs = torch_outputs(encoder, items)
         return encoder_graph(encoder, items, outputs, TOLERANCE, "head")[0]
 

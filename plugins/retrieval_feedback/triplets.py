@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from retrieval.base.arrays import Floats32
-from retrieval.feedback.record import DISLIKED, JudgedSearch
+from retrieval.feedback.feedback_record import DISLIKED, JudgedSearch
 
 MOST_OF_VOTER = 500
 """Triplets of one voter that are learned."""

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from retrieval.base.arrays import Floats32
 from retrieval.bundle.bundle import Bundle
+from retrieval.feedback.feedback_record import FeedbackRecord, JudgedSearch, Trial
 from retrieval.feedback.interleaving import load_head
-from retrieval.feedback.record import FeedbackRecord, JudgedSearch, Trial
 from retrieval.index.adapter_bundles import make_adapter_bundle, write_base
 from retrieval.index.index import Index
 from retrieval.store.items import BASE, VECTOR

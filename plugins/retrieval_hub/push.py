@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.identity import identity_of
+from retrieval.bundle.identity import embedding_identity
 from retrieval.bundle.manifest import FILE, manifest_text, read_files
 from retrieval.errors import BundleError
 
@@ -56,7 +56,7 @@ def card_of(bundle: Bundle, address: str, licence: str | None = None) -> str:
     """Return the card of a bundle: YAML from its manifest, then Markdown for people."""
     manifest = bundle.manifest
     verified = manifest.verified.model_dump()
-    about = identity_of(bundle)
+    about = embedding_identity(bundle)
     del about["probe"]
     takes_images = manifest.input.kind == "image"
     front = load_hub().ModelCardData(

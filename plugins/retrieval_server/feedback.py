@@ -17,8 +17,7 @@ from pydantic import Field
 from retrieval.base.arrays import Floats32
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import RetrievalError, StoreError
-from retrieval.feedback.interleaving import load_head, team_draft
-from retrieval.feedback.record import (
+from retrieval.feedback.feedback_record import (
     CLICKED,
     DISLIKED,
     LIKED,
@@ -28,6 +27,7 @@ from retrieval.feedback.record import (
     Search,
     Trial,
 )
+from retrieval.feedback.interleaving import load_head, team_draft
 from retrieval.index.index import Index
 from retrieval.index.queries_and_hits import Hit, Hits
 from retrieval.store.contract import BASE, VECTOR, StoreUnavailable, Superseded

@@ -440,7 +440,7 @@ class Query(NamedTuple):
         question: the options as the index takes them, without `examples`. `None` for a search of
             the nearest items, or a verdict.
         examples: pictures to "like" and to "dislike".
-        voter: who searches, if the search is to be noted; see `retrieval.feedback.record.Search`.
+        voter: who searches, if the search is to be noted; see `feedback_record.Search`.
     """
 
     inputs: tuple[QueryInput, ...]

@@ -26,7 +26,7 @@ from retrieval.base.machine import cores, default_threads, return_large_blocks
 from retrieval.base.runtime import Device
 from retrieval.bundle.probe import probe_fault
 from retrieval.errors import BundleError, DataError, MissingDependency, RetrievalError, StoreError
-from retrieval.feedback.record import FeedbackRecord, feedback_file
+from retrieval.feedback.feedback_record import FeedbackRecord, feedback_file
 from retrieval.index.index import Index, open_index
 from retrieval.store.address import INDEX_NAME, Address, index_name, place_of
 

@@ -15,7 +15,7 @@ IDENTITY_KEY = b"embedding"
 IDENTITY_FORMAT = 1
 
 
-def identity_of(bundle: Bundle) -> dict[str, Any]:
+def embedding_identity(bundle: Bundle) -> dict[str, Any]:
     """Return the identity of the vectors that a bundle computes, as JSON values.
 
     `bundle` and `variant` name the embedding. `probe` is the bundle's probe: the pattern, and the
@@ -42,4 +42,4 @@ def identity_of(bundle: Bundle) -> dict[str, Any]:
 
 def identity_metadata(bundle: Bundle) -> dict[bytes, bytes]:
     """Return the identity as an entry of a Parquet file's metadata."""
-    return {IDENTITY_KEY: json.dumps(identity_of(bundle)).encode()}
+    return {IDENTITY_KEY: json.dumps(embedding_identity(bundle)).encode()}

@@ -633,7 +633,7 @@ def golden_command(
     """
     from retrieval.base.files import write_text
     from retrieval.base.trec import read_run
-    from retrieval.index.golden import DEFAULT_METRICS, evaluate_run, read_judged
+    from retrieval.index.golden import DEFAULT_METRICS, evaluate_trec_run, read_judged
 
     has_index = path is not None and (golden is None) != (qrels is None) and run is None
     if not has_index and (path or golden or not (qrels and run)):
@@ -642,7 +642,7 @@ def golden_command(
     judged: Any = golden if qrels is None else read_judged(qrels)
     if path is None:
         assert run is not None
-        report = evaluate_run(judged, read_run(run), names)
+        report = evaluate_trec_run(judged, read_run(run), names)
     else:
         with opened_index(path, device) as opened:
             report = opened.evaluate(judged, names, skip_missing=skip_missing)

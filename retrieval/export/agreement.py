@@ -15,7 +15,7 @@ from retrieval.bundle.distances import columns_of_subspaces
 from retrieval.errors import BundleError
 from retrieval.model.contracts import Combiner, Subspace
 from retrieval.model.graph import (
-    Encoder,
+    EncoderModule,
     Exporter,
     Rescorer,
     Signature,
@@ -60,7 +60,7 @@ class TorchDifference(NamedTuple):
     where: str
 
 
-def torch_outputs(encoder: Encoder, items: Array, batch: int = BATCH) -> dict[str, Floats32]:
+def torch_outputs(encoder: EncoderModule, items: Array, batch: int = BATCH) -> dict[str, Floats32]:
     """Return each output of the torch model for all items."""
     try:
         parts = [encoder(torch.from_numpy(inputs)) for inputs in _batches(items, batch)]
@@ -221,7 +221,11 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats32) -> Torch
 
 
 def encoder_graph(
-    module: Encoder, items: Array, outputs: Mapping[str, Floats32], tolerance: float, what: str
+    module: EncoderModule,
+    items: Array,
+    outputs: Mapping[str, Floats32],
+    tolerance: float,
+    what: str,
 ) -> tuple[bytes, float]:
     """Return the graph of an encoder or half of one, and its difference from torch's `outputs`."""
     signature = Signature(
@@ -403,7 +407,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def check_repeatable(
-    encoder: Encoder, items: Array, outputs: Mapping[str, Floats32], tolerance: float
+    encoder: EncoderModule, items: Array, outputs: Mapping[str, Floats32], tolerance: float
 ) -> None:
     """Refuse a model whose outputs change with the call or the batch: no graph could agree."""
     by_call = (
@@ -474,7 +478,7 @@ def check_combiner(model: Model, items: Array, outputs: Mapping[str, Floats32]) 
         )
 
 
-def checked(model: Model, items: Array, what: str) -> Array:
+def checked_inputs(model: Model, items: Array, what: str) -> Array:
     """Check raw inputs, and return them in the encoder's type."""
     preprocessing = model.preprocessing
     if len(items) == 0:

@@ -44,7 +44,7 @@ from retrieval.model.contracts import Combiner
 from retrieval.model.graph import (
     OPSET,
     TOLERANCE,
-    Encoder,
+    EncoderModule,
     FeatureEncoder,
     check_size,
     ready,
@@ -149,7 +149,7 @@ class _Export:
         self.items = items
         self.tolerance = tolerance
         self.step = step
-        self._encoder = Encoder(model).eval()
+        self._encoder = EncoderModule(model).eval()
         self.outputs = agreement.torch_outputs(self._encoder, items)
         # first: no graph of such a model could agree, and the exporter would be blamed
         agreement.check_repeatable(self._encoder, items, self.outputs, tolerance)
@@ -163,7 +163,7 @@ class _Export:
         return self._graph("encoder", self._encoder, self.items, self.outputs)
 
     def _graph(
-        self, what: str, module: Encoder, items: Array, outputs: Mapping[str, Floats32]
+        self, what: str, module: EncoderModule, items: Array, outputs: Mapping[str, Floats32]
     ) -> bytes:
         self.step(f"exporting the {what} and comparing it with torch")
         graph, difference = agreement.encoder_graph(module, items, outputs, self.tolerance, what)
@@ -178,7 +178,7 @@ class _Export:
         backbone = FeatureEncoder(self.model).eval()
         features = agreement.torch_outputs(backbone, self.items)
         first = self._graph("backbone", backbone, self.items, features)
-        head = Encoder(self.model, from_features=True).eval()
+        head = EncoderModule(self.model, from_features=True).eval()
         second = self._graph("head", head, features["features"], self.outputs)
         run_backbone = session(first).run
         run_head = session(second).run
@@ -405,9 +405,9 @@ def _checked(
         if variant not in get_args(VariantName):
             names = " and ".join(get_args(VariantName))
             raise BundleError(f"There is no variant '{variant}'; there are {names}.")
-    items = agreement.checked(model, items, "items")
+    items = agreement.checked_inputs(model, items, "items")
     if calibration is not None:
-        calibration = agreement.checked(model, calibration, "calibration items")
+        calibration = agreement.checked_inputs(model, calibration, "calibration items")
     if "int8" in options.names and calibration is None:
         raise BundleError(
             "The int8 variant cannot be made without calibration items from the training set."

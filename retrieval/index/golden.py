@@ -60,7 +60,7 @@ _ROUNDING = 1e-9  # of a mean
 _KINDS = ("query", "id", "vector", "text")
 
 
-class Text(NamedTuple):
+class TextQuery(NamedTuple):
     """A text to search for, which is no id."""
 
     text: str
@@ -77,7 +77,7 @@ class GoldenQuery(NamedTuple):
 
     name: str
     relevant: dict[str, float]
-    source: Path | str | Floats64 | Text
+    source: Path | str | Floats64 | TextQuery
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def evaluate(
     check_metrics(metrics)
     bundle = index.follow()
     queries, missing = known_queries(index, read_golden(golden), skip_missing=skip_missing)
-    texts = [query for query in queries if isinstance(query.source, Text)]
-    encodable = [query for query in queries if not isinstance(query.source, Text)]
+    texts = [query for query in queries if isinstance(query.source, TextQuery)]
+    encodable = [query for query in queries if not isinstance(query.source, TextQuery)]
 
     def search_texts(texts: Sequence[str], k: int) -> Sequence[Sequence[Hit]]:
         # No text is an item, so none finds itself.
@@ -178,7 +178,7 @@ def evaluate(
             # The index knows whether texts are compared with vectors, with words or with both.
             words = [query.name for query in texts]
             scores[True] = scores_of(texts, words, search_texts, metrics)
-    in_order = [scores[isinstance(query.source, Text)].pop(0) for query in queries]
+    in_order = [scores[isinstance(query.source, TextQuery)].pop(0) for query in queries]
     return report_of(in_order, metrics, missing)
 
 
@@ -251,7 +251,7 @@ def _query_of(entry: Any, folder: Path, number: int) -> GoldenQuery:
             if not source.is_file():
                 raise ValueError(f"there is no file {source}")
         elif kind == "text":
-            source = Text(source)
+            source = TextQuery(source)
     relevant = entry["relevant"]
     if not isinstance(relevant, Mapping):
         if not isinstance(relevant, list) or not all(isinstance(id, str) for id in relevant):
@@ -341,7 +341,7 @@ def encode_golden(
                 if source not in items or not items[source].arrays:
                     raise DataError("this item has no vector.")
                 source = as_queries(bundle, [items[source]])
-            if isinstance(source, Text):
+            if isinstance(source, TextQuery):
                 vectors, codes, _ = encode_queries(bundle, None, source.text)
             else:
                 vectors, codes, _ = encode_queries(bundle, source)
@@ -389,7 +389,7 @@ def scores_of(
     return scores
 
 
-def evaluate_run(
+def evaluate_trec_run(
     queries: Sequence[GoldenQuery],
     hits: Rankings,
     metrics: Sequence[str] = DEFAULT_METRICS,

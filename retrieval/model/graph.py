@@ -33,7 +33,7 @@ TOLERANCE = 1e-4
 """Largest allowed difference between torch's and ONNX Runtime's output vectors, of length 1."""
 
 
-class Encoder(nn.Module):
+class EncoderModule(nn.Module):
     """A model as the encoder of a bundle: maps raw inputs to the float32 outputs in `names`.
 
     With `from_features`, it is head and combiner alone, and maps features.
@@ -71,7 +71,7 @@ class Encoder(nn.Module):
         return tuple(output.float() for output in outputs)
 
 
-class FeatureEncoder(Encoder):
+class FeatureEncoder(EncoderModule):
     """A model's backbone alone: maps raw inputs to "features" (N, F)."""
 
     def __init__(self, model: Model) -> None:

@@ -336,7 +336,7 @@ class Attacked:
     def end(self, longest: float = GRACE + 0.5) -> list[str]:
         """End the server; return the faults of its end, indexes, snapshots and changes."""
         from retrieval.errors import StoreError
-        from retrieval.feedback.record import FEEDBACK_FILE, FeedbackRecord
+        from retrieval.feedback.feedback_record import FEEDBACK_FILE, FeedbackRecord
 
         took, code = self.server.end()
         faults = [f"the server took {took:.1f} s to end"] if took > longest else []

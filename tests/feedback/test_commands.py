@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from retrieval.feedback.record import (
+from retrieval.feedback.feedback_record import (
     CLICKED,
     DISLIKED,
     FEEDBACK_FILE,

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from retrieval.feedback.feedback_record import CLICKED
 from retrieval.feedback.interleaving import team_draft
-from retrieval.feedback.record import CLICKED
 
 from retrieval_feedback.gate import (
     ALARM,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from limits import files_of_at_most
 from retrieval.errors import DataError, StoreError
-from retrieval.feedback import record as record_module
-from retrieval.feedback.record import (
+from retrieval.feedback import feedback_record as record_module
+from retrieval.feedback.feedback_record import (
     CLICKED,
     DISLIKED,
     FEEDBACK_FILE,
@@ -355,7 +355,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from retrieval.feedback.record import FeedbackRecord, LIKED, Search
+from retrieval.feedback.feedback_record import FeedbackRecord, LIKED, Search
 name = sys.argv[2]
 with FeedbackRecord.open(Path(sys.argv[1]), create=True) as record:
     for n in range(int(sys.argv[3])):
@@ -403,7 +403,7 @@ def test_what_is_acknowledged_survives_sigkill(path):
 def test_two_workers_at_once_and_one_works(path, record):
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from retrieval.feedback.record import FeedbackRecord\n"
+        "from retrieval.feedback.feedback_record import FeedbackRecord\n"
         "with FeedbackRecord.open(Path(sys.argv[1])).worker_lock():\n print('works')\n"
     )
     with record.worker_lock():

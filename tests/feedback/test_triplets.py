@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from retrieval.feedback.record import CLICKED, DISLIKED, LIKED, JudgedSearch, Search
+from retrieval.feedback.feedback_record import CLICKED, DISLIKED, LIKED, JudgedSearch, Search
 
 from retrieval_feedback import triplets
 from retrieval_feedback.triplets import preferences, query_key, triplet_vectors

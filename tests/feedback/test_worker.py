@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clicks import digits, feedback_file, make_index, play, precision
-from retrieval.feedback.record import CLICKED, DISLIKED, FeedbackRecord, Search, Trial
+from retrieval.feedback.feedback_record import CLICKED, DISLIKED, FeedbackRecord, Search, Trial
 from retrieval.index.index import open_index
 from sklearn.datasets import load_digits
 

@@ -9,8 +9,8 @@ import onnx
 from onnx import TensorProto, helper
 from retrieval.bundle.bundle import Bundle
 from retrieval.bundle.manifest import DistanceEntry, Input, Manifest, Verified, write_manifest
+from retrieval.feedback.feedback_record import CLICKED, FEEDBACK_FILE, FeedbackRecord, Search
 from retrieval.feedback.interleaving import load_head, team_draft
-from retrieval.feedback.record import CLICKED, FEEDBACK_FILE, FeedbackRecord, Search
 from retrieval.index.index import Index, open_index
 from retrieval.store.contract import Item, widths_of
 from retrieval.store.folder import create_local

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from retrieval import Index
 from retrieval.bundle.bundle import Bundle
-from retrieval.feedback.record import CLICKED, LIKED, FeedbackRecord, JudgedSearch, NoRoom, Search
+from retrieval.feedback.feedback_record import (
+    CLICKED,
+    LIKED,
+    FeedbackRecord,
+    JudgedSearch,
+    NoRoom,
+    Search,
+)
 from retrieval.index.adapter_bundles import make_adapter_bundle
 
 from retrieval_engines.testing.small_bundles import linear_head, make_bundle

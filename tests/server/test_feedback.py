@@ -13,8 +13,7 @@ import pytest
 from retrieval.bundle.bundle import Bundle
 from retrieval.client import Client
 from retrieval.errors import DataError, ServerError
-from retrieval.feedback.interleaving import team_draft
-from retrieval.feedback.record import (
+from retrieval.feedback.feedback_record import (
     CLICKED,
     DISLIKED,
     FEEDBACK_FILE,
@@ -22,6 +21,7 @@ from retrieval.feedback.record import (
     FeedbackRecord,
     Trial,
 )
+from retrieval.feedback.interleaving import team_draft
 from retrieval.index.adapter_bundles import make_adapter_bundle
 from retrieval.index.index import open_index
 

@@ -10,7 +10,7 @@ import pytest
 from retrieval.base.trec import qrels_text, read_qrels, read_run, run_text
 from retrieval.bundle.bundle import Bundle
 from retrieval.errors import BelowTarget, DataError
-from retrieval.index.golden import evaluate_run, read_judged
+from retrieval.index.golden import evaluate_trec_run, read_judged
 from retrieval.index.index import create_index, open_index
 from retrieval.metrics.recall_map_ndcg import MeanAveragePrecision, NDCGAt, PrecisionAt
 from retrieval.store.contract import Item, Store, widths_of
@@ -75,7 +75,7 @@ def write_trec(folder):
 
 def test_the_metrics_equal_those_of_pytrec_eval(tmp_path):
     qrels, run = write_trec(tmp_path)
-    report = evaluate_run(read_judged(qrels), read_run(run), ALL)
+    report = evaluate_trec_run(read_judged(qrels), read_run(run), ALL)
     assert [score.query for score in report.queries] == list(PYTREC_EVAL)
     for score in report.queries:
         values = [score.values[name] for name in ALL]
@@ -88,7 +88,7 @@ def test_a_query_without_hits_counts_as_0(tmp_path):
     qrels, run = write_trec(tmp_path)
     hits = read_run(run)
     del hits["q1"]
-    report = evaluate_run(read_judged(qrels), hits, ["recall@10"])
+    report = evaluate_trec_run(read_judged(qrels), hits, ["recall@10"])
     expected = [0, *(PYTREC_EVAL[name][1] for name in ("q2", "q3", "q4"))]
     assert report.values == {"recall@10": pytest.approx(np.mean(expected), abs=1e-6)}
     assert report.queries[0].missed == ["a", "b", "d"]

@@ -13,7 +13,7 @@ import makers
 import numpy as np
 import pytest
 from retrieval.bundle.bundle import Bundle
-from retrieval.bundle.identity import identity_of
+from retrieval.bundle.identity import embedding_identity
 from retrieval.bundle.manifest import write_manifest
 from retrieval.bundle.probe import probe_of
 from retrieval.client import Client, NewItem
@@ -101,7 +101,7 @@ def test_the_probe_tells_models_apart_without_a_name(probed, vectors, tmp_path):
 def test_a_parquet_file_says_all_that_the_page_lists(probed, vectors):
     said = json.loads(pq.read_schema(vectors["fp16"]).metadata[b"embedding"])
     bundle = Bundle.open(probed, variant="fp16", threads=1)
-    assert said == identity_of(bundle)
+    assert said == embedding_identity(bundle)
     assert (said["bundle"], said["variant"]) == (bundle.sha256, "fp16")
     assert set(said) == {
         *("format", "bundle", "variant", "vector", "normalized", "distance", "probe")
@@ -113,7 +113,7 @@ def test_a_parquet_file_says_all_that_the_page_lists(probed, vectors):
 
 
 def test_a_bundle_without_a_probe_has_a_name_too(bundle_path):
-    said = identity_of(Bundle.open(bundle_path, threads=1))
+    said = embedding_identity(Bundle.open(bundle_path, threads=1))
     assert said["probe"] is None and len(said["bundle"]) == 64
 
 

@@ -6,7 +6,7 @@ from urllib.parse import urlencode
 
 import pytest
 from browsing import answered, count_is, fits, keys_of, listed, loaded, results, search, shows
-from retrieval.feedback.record import FEEDBACK_FILE, LIKED, FeedbackRecord
+from retrieval.feedback.feedback_record import FEEDBACK_FILE, LIKED, FeedbackRecord
 from retrieval.index.index import Index, create_index
 
 from retrieval_server.keys import add_key, new_key

@@ -7,7 +7,7 @@ from makers import WORDS
 from retrieval.bundle.bundle import Bundle
 from retrieval.client import Client
 from retrieval.errors import DataError, ServerError
-from retrieval.feedback.record import FEEDBACK_FILE, FeedbackRecord
+from retrieval.feedback.feedback_record import FEEDBACK_FILE, FeedbackRecord
 
 SEARCH, BATCH, ENCODE = "/v1/search", "/v1/search/batch", "/v1/encode"
 

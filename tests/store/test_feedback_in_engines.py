@@ -12,7 +12,7 @@ from clicks import digits, pixel_bundle
 from qdrant_memory import Memory
 from retrieval.bundle.bundle import Bundle
 from retrieval.client import Client
-from retrieval.feedback.record import FeedbackRecord
+from retrieval.feedback.feedback_record import FeedbackRecord
 from retrieval.index.index import Index
 from retrieval.store.contract import Item, widths_of
 from retrieval.store.find_store import store_place
