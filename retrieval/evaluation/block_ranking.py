@@ -1,4 +1,4 @@
-"""Rank all items of a set among each other, as far as metrics need it: does each rank match?
+"""Rank items for many queries, as far as metrics need it: does each rank match?
 
 Metrics only need to know whether the item at each rank matches. Half squared distances
 h = |q − g|² / 2 are therefore computed as a product ĥ in float32, and only pairs in doubt are
@@ -12,10 +12,10 @@ closer form a *run*. The order within a run matters only if it has both matching
 among the needed ranks. Its items are then in doubt: they are measured in float64 and ordered as by
 `exact_neighbors`.
 
-A block of products serves both its rows and its columns as queries, so that only half of the pairs
-are computed.
+Without a gallery, the queries are ranked among each other. A block of products then serves both its
+rows and its columns as queries, so that only half of the pairs are computed.
 
-A sample of the set determines each query's *reach*, the distance within which items are its
+A sample of the items determines each query's *reach*, the distance within which items are its
 *candidates*. A query with too few candidates, or too many in doubt, is left to full search.
 """
 
@@ -30,7 +30,7 @@ import numpy as np
 from retrieval.base.arrays import Array, Bools, Floats32, Floats64, Ints
 from retrieval.evaluation.neighbors import rounded_keys
 
-_SMALLEST = 2048  # items of the smallest set that is ranked
+_SMALLEST = 64  # items of the smallest set that is ranked
 _SIGMAS = 2.5  # standard deviations above the expected rank in the sample, see `_sample_rank`
 _PANEL = 1024  # most queries of a panel, and most items of the sample
 _EXPECTED = 2**21  # most candidates that a panel is expected to have
@@ -39,6 +39,7 @@ _KEPT_BYTES = 96 * 2**20  # most bytes for the candidates of all panels
 _MOST = 2**22  # most candidates of a panel
 _DOUBT = 16  # a query with more than one item in so many in doubt is searched in full
 _UNIT = 2.0**-24  # u of float32
+_MOST_EXPONENT = 126
 
 
 @dataclass
@@ -65,36 +66,65 @@ class _Panel:
 
 
 class Ranking:
-    """Ranks the items of a set among each other.
+    """Ranks the items of a gallery, or of the set of queries, for many queries.
 
     Args:
-        codes: (N, C), finite, float32 or float64.
-        classes: (N,), class numbers.
-        query_rows: (A,), the items that are queries, in the order of `depths`.
+        codes: (Q, C), finite, float32 or float64.
+        classes: (Q,), class numbers.
+        query_rows: (A,), the rows that are queries, in the order of `depths`.
         depths: (A,), the number of ranks that each query needs, ascending.
+        gallery: (N, C), of the type of `codes`; `None` ranks the codes, without the query itself.
+        item_class: (N,), the gallery's class numbers.
     """
 
-    def __init__(self, codes: Array, classes: Ints, query_rows: Ints, depths: Ints) -> None:
+    def __init__(
+        self,
+        codes: Array,
+        classes: Ints,
+        query_rows: Ints,
+        depths: Ints,
+        gallery: Array | None = None,
+        item_class: Ints | None = None,
+    ) -> None:
+        self._among = gallery is None
+        sides = [codes] if gallery is None else [codes, gallery]
+        exponent = math.frexp(max(_largest(side) for side in sides))[1]
         if codes.dtype == np.float64:  # a power of two scales exactly, and keeps squares finite
-            codes = np.ldexp(codes, -math.frexp(float(np.abs(codes).max(initial=0)))[1])
-        size = len(codes)
-        self._codes = codes
+            sides = [np.ldexp(side, -exponent) for side in sides]
+            exponent = 0
+        self._codes = sides[0]
+        self._items = sides[-1]
+        size = len(self._items)
         self._sampled = _sample_size(size)
         # The sample is the first panel. Items that are not queries come next, so that they share no
         # panel with queries of large depth.
         sample = np.random.default_rng(0).choice(size, self._sampled, replace=False)
         depth_of_item = np.zeros(size, np.int64)
-        depth_of_item[query_rows] = depths
+        if self._among:
+            depth_of_item[query_rows] = depths
         rest = np.setdiff1d(np.arange(size), sample)
-        self._order = np.concatenate([sample, rest[np.argsort(depth_of_item[rest], kind="stable")]])
-        self._depths = depth_of_item[self._order]
+        rest = rest[np.argsort(depth_of_item[rest], kind="stable")]
+        self._item_order = np.concatenate([sample, rest])
+        if item_class is None:
+            item_class = classes
+        self._item_class = item_class[self._item_order]
+        mean = self._items.mean(0, dtype=np.float64)
+        factors, norms = _factored(self._items, self._item_order, mean, exponent)
+        self._factors = factors
+        largest = norms.max()
+        if self._among:
+            self._order = self._item_order
+            self._depths = depth_of_item[self._order]
+        else:
+            self._order = query_rows
+            self._depths = depths
+            factors, norms = _factored(codes, query_rows, mean, exponent)
         self._classes = classes[self._order]
-        factors, norms = _factored(codes, self._order)
         # in units of u (|q| + |g|)²: one half per term, and roundings of codes, norms and result
         roundings = (factors.shape[1] + 1) / 2 + 2
-        error = 2.02 * _UNIT * roundings * (norms + norms.max()) ** 2 + 1e-30
+        error = 2.02 * _UNIT * roundings * (norms + largest) ** 2 + 1e-30
         self._panels = []
-        for start in range(0, size, self._sampled):
+        for start in range(0, len(factors), self._sampled):
             part = slice(start, start + self._sampled)
             reach = np.full(len(factors[part]), -np.inf, np.float32)
             depth = int(self._depths[part].max())
@@ -102,26 +132,36 @@ class Ranking:
             self._panels.append(panel)
 
     @staticmethod
-    def serves(size: int, depths: Ints) -> int:
-        """Return how many queries are worth ranking: the first ones, by ascending `depths` (A,)."""
+    def serves(size: int, depths: Ints, *, among: bool = True) -> int:
+        """Return how many queries are worth ranking: the first ones, by ascending `depths` (A,).
+
+        Args:
+            size: number of items.
+            depths: number of ranks that each query needs.
+            among: whether the queries are ranked among each other.
+        """
         if size < _SMALLEST:
             return 0
         count = int(np.searchsorted(depths, size // 4, side="right"))
-        if 2 * count <= size:
+        # Half of the products serve nobody if few items are queries.
+        if not count or (among and 2 * count <= size):
             return 0
         step = max(1, count // 64)
         spread = size / _sample_size(size)
         # expected numbers of candidates: of all queries, and of a panel of the largest depth
         candidates = step * spread * sum(_sample_rank(size, int(d)) for d in depths[:count:step])
         deepest = _sample_rank(size, int(depths[count - 1])) * _sample_size(size) * spread
-        if 2 * candidates <= _KEPT_BYTES and deepest <= _EXPECTED:
+        if deepest <= _EXPECTED and (2 * candidates <= _KEPT_BYTES or not among):
             return count
         return 0
 
     def __iter__(self) -> Iterator[tuple[Ints, Bools, Bools]]:
         """Yield by panel: queries (B,), matches (B, k), and whether they need full search (B,)."""
         for number, panel in enumerate(self._panels):
-            self._share(number)
+            if self._among:
+                self._share(number)
+            else:
+                self._search(panel)
             if panel.depth:
                 part = slice(panel.start, panel.start + len(panel.factors))
                 is_query = self._depths[part] > 0
@@ -150,9 +190,18 @@ class Ranking:
             if other is not panel and panel.depth:
                 self._keep(panel, halves, other.start, across=True)
 
+    def _search(self, panel: _Panel) -> None:
+        """Compare a panel with the whole gallery, and keep its candidates."""
+        turned = _turned(panel.factors)
+        for start in range(0, len(self._factors), self._sampled):
+            halves = turned @ self._factors[start : start + self._sampled].T
+            if start == 0:
+                self._set_reach(panel, halves)
+            self._keep(panel, halves, start)
+
     def _set_reach(self, panel: _Panel, halves: Floats32) -> None:
         """Set the reach of a panel's queries from `halves`, their ĥ to the sample (B, S)."""
-        last = _sample_rank(len(self._order), panel.depth) - 1
+        last = _sample_rank(len(self._items), panel.depth) - 1
         reach = np.partition(halves, last, axis=1)[:, last] + panel.error
         # a query with many ties within reach keeps no candidates, and is left to full search
         crowded = np.count_nonzero(halves <= reach[:, None], axis=1) > 4 * (last + 1)
@@ -193,7 +242,7 @@ class Ranking:
         for start in range(0, size, step):
             rows = np.arange(start, min(start + step, size))
             # keys of no item, at the query's reach, fill the row after its candidates
-            ranked = _keys(panel.reach[rows, None], len(self._order) + columns)
+            ranked = _keys(panel.reach[rows, None], len(self._items) + columns)
             first = ends[start] - counts[start]
             ranked[columns < counts[rows, None]] = keys[first : ends[rows[-1]]]
             ranked.sort(axis=1)
@@ -221,26 +270,26 @@ class Ranking:
         joined = near[:, 1:] - near[:, :-1] <= panel.error[rows, None]
         failed = joined[:, panel.depth - 1 :].all(axis=1)
         # keys that fill a row have positions beyond the last item
-        match = self._classes.take(item, mode="clip") == self._classes[positions, None]
+        match = self._item_class.take(item, mode="clip") == self._classes[positions, None]
         joined[failed] = False
         joined[:, -1] = False
         row, rank, run = _in_doubt(joined, match, panel.depth)
-        costly = np.bincount(row, minlength=len(rows)) * _DOUBT > len(self._order)
+        costly = np.bincount(row, minlength=len(rows)) * _DOUBT > len(self._items)
         failed |= costly
         measured = ~costly[row]
         row = row[measured]
         rank = rank[measured]
         run = run[measured]
-        column = self._order[item[row, rank]]
+        column = self._item_order[item[row, rank]]
         codes = self._codes[self._order[positions]]
-        squared = squared_distances(codes.astype(np.float64), self._codes, row, column)
+        squared = squared_distances(codes.astype(np.float64), self._items, row, column)
         order = np.lexsort((rounded_keys(squared, column), run))
         match[row, rank] = match[row[order], rank[order]]
         return np.asarray(match[:, : panel.depth]), failed
 
 
 def _sample_size(size: int) -> int:
-    return min(_PANEL, max(size // 8, _PANEL // 2))
+    return min(size, _PANEL, max(size // 8, _PANEL // 2))
 
 
 def _sample_rank(size: int, depth: int) -> int:
@@ -249,15 +298,28 @@ def _sample_rank(size: int, depth: int) -> int:
     return math.ceil(((_SIGMAS + math.sqrt(_SIGMAS**2 + 4 * expected)) / 2) ** 2)
 
 
-def _factored(codes: Array, rows: Ints) -> tuple[Floats32, Floats64]:
-    """Return centred codes x, with |x|²/2 and 1 appended (N, C + 2), and their lengths |x| (N,)."""
+def _largest(codes: Array) -> float:
+    """Return the largest absolute value of codes."""
+    return max(float(codes.max(initial=0)), -float(codes.min(initial=0)))
+
+
+def _factored(codes: Array, rows: Ints, mean: Floats64, exponent: int) -> tuple[Floats32, Floats64]:
+    """Return x, with |x|²/2 and 1 appended (A, C + 2), and the lengths |x| (A,).
+
+    x are the codes of rows (A,), minus `mean` (C,), divided by 2 to the power of `exponent`.
+    """
     width = codes.shape[1]
-    largest = float(np.abs(codes).max(initial=0))
-    scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
-    scaled = codes * np.float64(scale)
-    out = np.ones((len(codes), width + 2), np.float32)
-    out[:, :width] = (scaled - scaled.mean(0))[rows]
-    squares = np.square(out[:, :width], dtype=np.float64).sum(1)
+    # Within float32; further scaling would be of no use.
+    scale = 2.0 ** -max(-_MOST_EXPONENT, min(_MOST_EXPONENT, exponent))
+    # Any centre will do, if it is the same for all codes, so it is rounded to their type.
+    centre = (mean * scale).astype(codes.dtype)
+    out = np.ones((len(rows), width + 2), np.float32)
+    squares = np.empty(len(rows))
+    for start in range(0, len(rows), _PANEL):
+        part = slice(start, start + _PANEL)
+        block = out[part, :width]
+        np.subtract(codes[rows[part]] * scale, centre, out=block, casting="same_kind")
+        np.einsum("ij,ij->i", block, block, dtype=np.float64, out=squares[part])
     out[:, width] = squares / 2
     return out, np.sqrt(squares)
 

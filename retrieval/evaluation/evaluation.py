@@ -347,16 +347,22 @@ def matching(
     each query needs. k is at least the depth of each query in the block.
     """
     # `Ranking` serves the first `ranked` queries. Those for which it fails are searched in full.
+    among = search.gallery is None
     if search.ranks_all:
-        ranked = Ranking.serves(len(item_class), depths)
+        ranked = Ranking.serves(len(item_class), depths, among=among)
     else:
         ranked = 0
     rest = [np.arange(ranked, len(answerable))]
     if ranked:
-        codes = as_tensor(search.queries, "gallery").cpu()
-        if codes.dtype != torch.float64:
-            codes = codes.float()  # exact for half precision
-        ranking = Ranking(codes.numpy(), item_class, answerable[:ranked], depths[:ranked])
+        codes = _ranked_codes(search.queries, "queries")
+        gallery = None
+        if search.gallery is not None:
+            gallery = _ranked_codes(search.gallery, "gallery")
+            both = np.promote_types(codes.dtype, gallery.dtype)
+            codes = codes.astype(both, copy=False)
+            gallery = gallery.astype(both, copy=False)
+        first = answerable[:ranked], depths[:ranked]
+        ranking = Ranking(codes, query_class, *first, gallery, item_class)
         position = np.empty(len(query_class), np.int64)
         position[answerable] = np.arange(len(answerable))
         for rows, matches, failed in ranking:
@@ -369,6 +375,15 @@ def matching(
         for rows, items, _ in search.blocks(answerable[positions], depths[positions]):
             same_class = item_class[items] == query_class[rows, None]
             yield rows, same_class & (items >= 0)
+
+
+def _ranked_codes(codes: Codes, what: str) -> Array:
+    """Return finite codes in float32, which is exact for half precision, or in float64."""
+    tensor = as_tensor(codes, what).cpu()
+    if tensor.dtype != torch.float64:
+        tensor = tensor.float()
+    array: Array = tensor.numpy()
+    return array
 
 
 def is_answerable(

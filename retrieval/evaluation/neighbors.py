@@ -360,6 +360,9 @@ def as_tensor(codes: Codes, what: str) -> Tensor:
         )
     if not codes.is_floating_point():
         codes = codes.to(torch.float64)
+    # A sum is infinite or NaN if any number is, and may be if they are huge.
+    if codes.sum().isfinite():
+        return codes
     finite = codes.isfinite().all(1)
     if not finite.all():
         bad = (~finite).nonzero().ravel()
@@ -538,9 +541,11 @@ class NeighborSearch:
 
     @property
     def ranks_all(self) -> bool:
-        """Whether `Ranking` can serve: items are searched among themselves on a CPU, Euclidean."""
+        """Whether `Ranking` can serve: all items are searched on a CPU, by Euclidean distance."""
         on_cpu = self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available())
-        return on_cpu and self.gallery is None and self.distance is None and self.hidden is None
+        # Full search says what is wrong with codes of two widths.
+        fits = self.gallery is None or self.gallery.shape[-1] == self.queries.shape[-1] > 0
+        return on_cpu and fits and self.distance is None and self.hidden is None
 
     def blocks(self, query_rows: Ints, depths: Ints) -> Iterator[tuple[Ints, Ints, Floats32]]:
         """Yield blocks: queries (B,), the rows of their nearest items (B, k), and distances (B, k).
