@@ -59,7 +59,7 @@ from threadpoolctl import threadpool_limits
 
 import pictures
 from bench import RAW, WORK, Kept, chosen, icon_options, markdown, page, read_lines
-from retrieval_feedback.heads import BASE_ALONE, LEARNERS, compete, head_of, learned
+from retrieval_feedback.heads import BASE_ALONE, LEARNERS, compete, export_head, fit_learner
 from retrieval_feedback.triplets import preferences, triplet_vectors
 from retrieval_feedback.worker import Worker, base_of, head_bytes
 from scaled_bundle import make_bundle
@@ -370,8 +370,8 @@ def always(worker: Worker) -> None:
     best = compete(triplets, voters, load_head(None), worker.learners)[0]
     if best.learner == BASE_ALONE:
         return
-    learner = learned(best.learner, triplets[: round(best.window * len(triplets))])
-    worker._serve(served, head_of(learner, triplets[:, 0]))
+    learner = fit_learner(best.learner, triplets[: round(best.window * len(triplets))])
+    worker._serve(served, export_head(learner, triplets[:, 0]))
 
 
 def served_precision(users: Users, held_out: Array, index: Index, client: Client) -> bool:

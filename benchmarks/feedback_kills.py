@@ -57,7 +57,7 @@ from retrieval.store.local import LocalStore
 
 from bench import Kept, Row, alone, one_thread, page, resume_arguments
 from feedback import Users, loaded, make_index
-from retrieval_feedback.heads import head_of, learned
+from retrieval_feedback.heads import export_head, fit_learner
 from retrieval_feedback.worker import Worker
 
 KILLS = 200
@@ -333,7 +333,7 @@ def warm() -> None:
     import retrieval_server.server  # noqa: F401
 
     triplets = np.random.default_rng(0).normal(size=(200, 3, 8)).astype(np.float32)
-    head_of(learned(LEARNERS[0], triplets), triplets[:, 0])
+    export_head(fit_learner(LEARNERS[0], triplets), triplets[:, 0])
 
 
 # What comes out

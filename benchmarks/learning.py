@@ -25,8 +25,8 @@ from threadpoolctl import threadpool_limits
 
 from bench import Kept, markdown, one_thread, page, resume_arguments
 from feedback import LEARNERS, loaded, make_index
-from retrieval_feedback.gate import ALARM, by_credits, level, weigh
-from retrieval_feedback.triplets import sides
+from retrieval_feedback.gate import SEARCHES_PER_FALSE_ALARM, error_rate, search_outcome, weigh
+from retrieval_feedback.triplets import preferred_and_skipped
 from retrieval_feedback.worker import Worker
 
 CASES = (("sticky", 0.0, 60), ("even", 0.0, 400), ("gain", 0.3, 60), ("gain", 0.2, 120))
@@ -51,7 +51,9 @@ def sticky(rng: np.random.Generator, voters: int) -> list[tuple[str, float]]:
             hits, credits = team_draft(*map(list, rankings), 10, lambda: rng.random() < 0.5)
             marks = {hits[place]: CLICKED for place in places}
             of_hit = dict(zip(hits, credits, strict=True))
-            outcomes.append((f"v{voter}", by_credits(of_hit, *sides(hits, marks))))
+            outcomes.append(
+                (f"v{voter}", search_outcome(of_hit, *preferred_and_skipped(hits, marks)))
+            )
     return outcomes
 
 
@@ -66,7 +68,7 @@ def gate(kind: str, gain: float, voters: int, trials: int) -> Row:
         else:
             signs = np.where(rng.random(voters * SEARCHES) < (1 + gain) / 2, 1.0, -1.0)
             outcomes = [(f"v{n % voters}", sign) for n, sign in enumerate(signs.tolist())]
-        evidence = weigh(outcomes, level(1))
+        evidence = weigh(outcomes, error_rate(1))
         verdicts.append(evidence.verdict)
         if evidence.verdict == "better":
             searches.append(evidence.searches)
@@ -86,7 +88,7 @@ def watch(gain: float, voters: int, trials: int) -> Row:
         leads = np.repeat([PROVEN, gain], [BEFORE, LONG])
         values = np.where(rng.random(len(leads)) < 0.5 + leads, -0.5, 0.5).tolist()
         outcomes = [(f"v{rng.integers(voters)}", value) for value in values]
-        evidence = weigh(outcomes, 1 / ALARM, watched=WATCHED)
+        evidence = weigh(outcomes, 1 / SEARCHES_PER_FALSE_ALARM, watched=WATCHED)
         if evidence.verdict == "better":
             delays.append(evidence.searches - BEFORE)
     return {

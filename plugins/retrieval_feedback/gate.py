@@ -2,10 +2,10 @@
 
 Gamblers who start with a wealth of 1 bet on each judged search that the challenger wins it. Each
 bet is fixed before the search. If the challenger is not better, no gambler can expect to gain, and
-the chance that their wealth *ever* reaches 1/α is at most α (Ville's inequality), whenever and
+the chance that their mean wealth *ever* reaches 1/α is at most α (Ville's inequality), whenever and
 however often somebody looks (Waudby-Smith & Ramdas, "Estimating means of bounded random variables
 by betting", JRSS-B 2024). Voters are bounded, not trusted: whatever a voter does, and however often
-they search, wealth with them is at most twice, and at least half of what it is without them.
+they search, they at most double wealth, and at most halve it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from numpy.typing import NDArray
 
 ALPHA = 0.05
 """Chance of ever switching, among all trials over one base, to what is not better."""
-ALARM = 20
-"""Searches between two false alarms of a watch, on average, or more."""
-CAP = 2.0
-"""Most by which one voter multiplies or divides wealth."""
-SHARES = (0.1, 0.25, 0.5)
-"""Shares of their wealth that the gamblers bet; wealth is their mean, so small gains count as well.
-"""
-LOST = 0.05
+SEARCHES_PER_FALSE_ALARM = 20
+"""Least mean number of searches between two false alarms of a watch."""
+MAX_FACTOR = 2.0
+"""Largest factor by which one voter multiplies or divides wealth."""
+BET_SHARES = (0.1, 0.25, 0.5)
+"""Shares of their wealth that the gamblers bet; large shares are best for large leads."""
+REFUSED_WEALTH = 0.05
 """Wealth below which the challenger is refused: it makes room for one that learned more."""
-MOST_SEARCHES = 2000
-"""Counted searches without a decision after which the challenger is refused."""
-WHOLE = 0.6
-"""Credit with which a page is won altogether; a smaller one wins a part."""
+MAX_SEARCHES = 2000
+"""Number of searches after which the challenger is refused if nothing is decided."""
+WINNING_CREDIT = 0.6
+"""Credit that wins a search altogether; a smaller credit wins a part of it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Evidence:
     verdict: Literal["better", "refused", "open"]
 
 
-def level(number: int) -> float:
+def error_rate(number: int) -> float:
     """Return the error rate of trial `number`, from 1; those of all trials sum to `ALPHA`."""
     return ALPHA / (number * (number + 1))
 
@@ -69,9 +68,9 @@ def weigh(
 ) -> Evidence:
     """Bet on outcomes in the order in which they came, until the first verdict.
 
-    A watch asks whether what is served has lost its lead over the challenger. Its gamblers bet that
-    the incumbent leads by less than `watched`, and begin anew whenever their wealth falls below 1:
-    what was long ago says nothing of today. That is an e-detector (Shin, Ramdas & Rinaldo,
+    A watch asks whether the incumbent has lost its lead over the challenger. Its gamblers bet that
+    the incumbent leads by less than `watched`, and begin anew whenever their wealth falls below 1,
+    because old searches say nothing about today. That is an e-detector (Shin, Ramdas & Rinaldo,
     "E-detectors: a nonparametric framework for sequential change detection", 2023): as long
     as the incumbent leads by that much, 1/α searches or more pass on average before an alarm.
 
@@ -83,12 +82,12 @@ def weigh(
     """
     pairs = list(outcomes)
     if watched is None:
-        pairs = pairs[:MOST_SEARCHES]
+        pairs = pairs[:MAX_SEARCHES]
     voters = [voter for voter, _ in pairs]
     values = np.array([outcome for _, outcome in pairs])
     if watched is None:
         wealth = _wealth(voters, values)
-        decided = (wealth >= 1 / alpha) | (wealth < LOST)
+        decided = (wealth >= 1 / alpha) | (wealth < REFUSED_WEALTH)
     else:
         wealth = _wealth(voters, (values + watched) / (1 + watched), anew=True)
         decided = wealth >= 1 / alpha
@@ -99,7 +98,7 @@ def weigh(
     verdict: Literal["better", "refused", "open"] = "open"
     if last >= 1 / alpha:
         verdict = "better"
-    elif watched is None and (last < LOST or end == MOST_SEARCHES):
+    elif watched is None and (last < REFUSED_WEALTH or end == MAX_SEARCHES):
         verdict = "refused"
     counted = values[:end]
     return Evidence(
@@ -124,14 +123,14 @@ def _wealth(
         payoffs: (T,), from -1 to 1, what a bet of 1 gains.
         anew: whether gamblers begin anew when their wealth falls below 1.
     """
-    paths = np.ones((len(SHARES), len(voters)))
-    for share, path in zip(SHARES, paths, strict=True):
+    paths = np.ones((len(BET_SHARES), len(voters)))
+    for share, path in zip(BET_SHARES, paths, strict=True):
         wealth = 1.0
         factors: dict[str, float] = {}
         for number, (voter, payoff) in enumerate(zip(voters, payoffs.tolist(), strict=True)):
             factor = factors.get(voter, 1.0)
-            # Whatever comes, the voter's factor stays between 1 / CAP and CAP.
-            bet = max(0.0, min(share, CAP / factor - 1, 1 - 1 / (CAP * factor)))
+            # Whatever comes, the voter's factor stays between 1 / MAX_FACTOR and MAX_FACTOR.
+            bet = max(0.0, min(share, MAX_FACTOR / factor - 1, 1 - 1 / (MAX_FACTOR * factor)))
             factors[voter] = factor * (1 + bet * payoff)
             wealth *= 1 + bet * payoff
             if anew and wealth < 1:
@@ -142,14 +141,14 @@ def _wealth(
     return mean
 
 
-def by_credits(
+def search_outcome(
     credits: Mapping[str, float], preferred: Sequence[str], skipped: Sequence[str]
 ) -> float:
     """Return by how much the challenger won a search, from -1 to 1.
 
-    It gets the credits of preferred hits, and loses those of skipped ones. Those of a page of
-    `team_draft` have a mean of zero at each place, so whoever does not know the coins and marks by
-    place or at random favours nobody.
+    It gets the credits of preferred hits, and loses those of skipped hits. The credits of a page of
+    `team_draft` have a mean of zero at each position, so whoever marks by position or at random,
+    without knowing the coins, favours neither ranking.
     """
     lead = sum(credits[id] for id in preferred) - sum(credits[id] for id in skipped)
-    return min(max(lead / WHOLE, -1.0), 1.0)
+    return min(max(lead / WINNING_CREDIT, -1.0), 1.0)

@@ -1,4 +1,4 @@
-"""Learned heads: the competition of learners, and the export of the best one as an ONNX graph."""
+"""Learned heads: a comparison of learners, and the export of the best one as an ONNX graph."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LEARNERS = ("feedback.low_rank", "feedback.diagonal", "oahu.warm", "oahu.oahu")
 """Learners that compete unless others are named."""
 WINDOWS = (1.0, 1 / 3)
 """Shares of the triplets, the latest, that each learner may learn from: tastes change."""
-MOST_COMPARED = 20_000
-"""Triplets, the latest, on which learners are compared; the best one learns all."""
+MAX_COMPARED_TRIPLETS = 20_000
+"""Number of latest triplets on which learners are compared; the best learner learns from all."""
 _CHUNK = 50_000
 _VERIFIED = 512
-"""Vectors on which a graph is compared with torch."""
+"""Number of vectors on which a graph is compared with torch."""
 Map = Callable[[Floats32], Floats32]
 """A function from base vectors (N, P) to vectors (N, P')."""
 
@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
     Attributes:
         learner: its name.
         window: share of the triplets, the latest, that it learned from.
-        gain: share of a voter's comparisons that it decides rightly, less that of the incumbent;
+        gain: share of a voter's comparisons that it decides correctly, minus the incumbent's share;
             the mean over voters.
         error: standard error of `gain`.
     """
@@ -45,10 +45,10 @@ class Candidate(NamedTuple):
     error: float
 
     @property
-    def promises(self) -> bool:
-        """Whether it may be better than the incumbent, so that a trial is worth while.
+    def is_promising(self) -> bool:
+        """Whether it may be better than the incumbent, so that a trial is worthwhile.
 
-        It learned from some of the voters; from all, it will be better. The trial decides.
+        It has learned from half of the voters; from all of them, it is likely to be better still.
         """
         return self.gain > 0
 
@@ -56,13 +56,13 @@ class Candidate(NamedTuple):
 def compete(
     triplets: Floats32, voters: Sequence[str], incumbent: Map, learners: Sequence[str]
 ) -> list[Candidate]:
-    """Return the candidates, the best first: the first one, in the order in which learners are
-    named, that is within its error of the largest gain.
+    """Compare learners by cross-validation over voters; return all candidates, the best one first.
 
-    Each half of the voters judges what was learned from the other half, by the later half of their
-    triplets. A positive should be nearer than its negative, and nearer than the negative of another
-    triplet: hits of one query are all alike, and a map that orders them better may mix them with
-    what nobody wants. The base itself competes as well.
+    The best is the first, in the order in which learners are named, whose gain is within one
+    standard error of the largest. Each half of the voters judges what was learned from the other
+    half, by the later half of their triplets. A positive should be nearer than its negative, and
+    nearer than the negative of another triplet: hits of one query are all alike, and a map that
+    orders them better may mix them with what nobody wants. The base itself is a candidate as well.
 
     Args:
         triplets: (T, 3, P) base vectors, the latest first.
@@ -70,14 +70,14 @@ def compete(
         incumbent: the map that is served.
         learners: names of learners.
     """
-    triplets = triplets[:MOST_COMPARED]
-    voters = voters[:MOST_COMPARED]
+    triplets = triplets[:MAX_COMPARED_TRIPLETS]
+    voters = voters[:MAX_COMPARED_TRIPLETS]
     fold = np.array([hashlib.sha256(voter.encode()).digest()[0] % 2 for voter in voters])
     later = np.arange(len(triplets)) < len(triplets) / 2
     rows: dict[str, list[int]] = {}
     for row in np.flatnonzero(later).tolist():
         rows.setdefault(voters[row], []).append(row)
-    before = _rightly(incumbent, triplets)
+    before = _correct_share(incumbent, triplets)
     candidates = []
 
     def compare(name: str, window: float, gains: Floats32) -> None:
@@ -85,25 +85,25 @@ def compete(
         error = float(np.std(by_voter) / max(len(by_voter) - 1, 1) ** 0.5)
         candidates.append(Candidate(name, window, float(np.mean(by_voter)), error))
 
-    compare(BASE_ALONE, 1.0, _rightly(load_head(None), triplets) - before)
+    compare(BASE_ALONE, 1.0, _correct_share(load_head(None), triplets) - before)
     for name in learners:
         for window in WINDOWS:
             gains = -before
             for side in (0, 1):
-                taught = triplets[fold != side]
-                learner = learned(name, taught[: round(window * len(taught))])
-                gains[fold == side] += _rightly(learner.transform, triplets)[fold == side]
+                lessons = triplets[fold != side]
+                learner = fit_learner(name, lessons[: round(window * len(lessons))])
+                gains[fold == side] += _correct_share(learner.transform, triplets)[fold == side]
             compare(name, window, gains)
     best = max(candidates, key=lambda candidate: candidate.gain - candidate.error)
     first = next(c for c in candidates if c.gain >= best.gain - best.error)
     return [first, *(candidate for candidate in candidates if candidate is not first)]
 
 
-def learned(name: str, triplets: Floats32) -> Any:
-    """Return a learner that has learned triplets (T, 3, P), given with the latest first.
+def fit_learner(name: str, triplets: Floats32) -> Any:
+    """Return a learner that has learned from triplets (T, 3, P), which are given latest first.
 
     Raises:
-        DataError: it is no learner of triplets.
+        DataError: the learner does not learn from triplets.
     """
     learner = create("learner", name)
     if not hasattr(learner, "partial_fit"):
@@ -114,10 +114,10 @@ def learned(name: str, triplets: Floats32) -> Any:
     return learner
 
 
-def head_of(learner: Any, vectors: Floats32) -> bytes:
-    """Return a fitted learner as an ONNX graph from "input" (N, P) to "vector" (N, P').
+def export_head(learner: Any, vectors: Floats32) -> bytes:
+    """Export a fitted learner; return its ONNX graph from "input" (N, P) to "vector" (N, P').
 
-    The graph agrees with torch on the vectors (N, P), and is the same for the same learner.
+    The graph agrees with torch on `vectors` (N, P). The same learner gives the same bytes.
 
     Raises:
         BundleError: torch cannot export it, or the learner compares embeddings in another way than
@@ -129,8 +129,8 @@ def head_of(learner: Any, vectors: Floats32) -> bytes:
 
     head, combiner = learner.to_model_parts()
     # A metric learner's distance is that of its embeddings, unless it says otherwise.
-    own = getattr(type(learner), "pair_distance", None) is MetricLearner.pair_distance
-    if combiner is not None and not own:
+    is_euclidean = getattr(type(learner), "pair_distance", None) is MetricLearner.pair_distance
+    if combiner is not None and not is_euclidean:
         raise BundleError(
             f"{type(learner).__name__} compares embeddings in another way than by their Euclidean"
             " distance. Name other learners."
@@ -144,14 +144,14 @@ def head_of(learner: Any, vectors: Floats32) -> bytes:
         return encoder_graph(encoder, items, outputs, TOLERANCE, "head")[0]
 
 
-def _rightly(function: Map, triplets: Floats32) -> Floats32:
-    """Return for each triplet (T, 3, P) how often its positive is nearer: of its negative, and of
-    that of the triplet half the list away, 0, ½ or 1.
+def _correct_share(function: Map, triplets: Floats32) -> Floats32:
+    """Return for each triplet (T, 3, P) the share, 0, ½ or 1, of two negatives that are farther
+    than its positive: its own, and that of the triplet half the list away.
     """
     rows = np.asarray(function(triplets.reshape(-1, triplets.shape[2])), np.float64)
     anchors, positives, negatives = np.moveaxis(rows.reshape(len(triplets), 3, -1), 1, 0)
     distance = ((anchors - positives) ** 2).sum(axis=1)
-    right: Floats32 = np.zeros(len(triplets), np.float32)
+    share: Floats32 = np.zeros(len(triplets), np.float32)
     for side in (negatives, np.roll(negatives, len(triplets) // 2, axis=0)):
-        right += 0.5 * (((anchors - side) ** 2).sum(axis=1) > distance)
-    return right
+        share += 0.5 * (((anchors - side) ** 2).sum(axis=1) > distance)
+    return share

@@ -24,22 +24,28 @@ from retrieval.index.index import Index
 from retrieval.store.items import BASE, VECTOR
 from threadpoolctl import threadpool_limits
 
-from retrieval_feedback.gate import ALARM, Evidence, by_credits, level, weigh
+from retrieval_feedback.gate import (
+    SEARCHES_PER_FALSE_ALARM,
+    Evidence,
+    error_rate,
+    search_outcome,
+    weigh,
+)
 from retrieval_feedback.triplets import (
     preferences,
+    preferred_and_skipped,
     query_key,
     query_vector,
-    sides,
     triplet_vectors,
 )
 
-LEAST_SEARCHES = 150
+MIN_SEARCHES = 150
 """New judged searches before something is learned."""
-LEAST_VOTERS = 8
+MIN_VOTERS = 8
 """Voters before something is learned: three in four of them teach, and the others judge."""
-LEAST_TRIPLETS = 100
-MOST_WATCHED = 0.05
-"""Largest lead that is watched for: one that was proven quickly owes a part of it to luck."""
+MIN_TRIPLETS = 100
+MAX_WATCHED_LEAD = 0.05
+"""Largest lead that a watch asks for: a lead that was proven quickly owes a part to luck."""
 _IDS = 1000
 
 
@@ -50,7 +56,7 @@ class Step:
     Attributes:
         action: "waits", "learned nothing", "on trial", "went back", or the verdict of a trial:
             "switched", "refused", "rolled back" or "withdrawn".
-        sentence: the same for people.
+        sentence: what happened, in a sentence.
         facts: evidence and other numbers.
     """
 
@@ -148,32 +154,32 @@ class Worker:
         return Step(verdict, f"{sentence}.", facts)
 
     def _weighed(self, trial: Trial) -> Evidence:
-        """Return the evidence of voters and queries that did not teach the served or tried head."""
+        """Return the evidence of the voters and queries that did not teach the challenger."""
         searches = self.record.judged(trial.base)
-        taught = {
-            query_key(searched)
-            for searched in searches
-            if searched.n <= trial.cutoff and trial.voters & searched.marks.keys()
+        taught_queries = {
+            query_key(entry)
+            for entry in searches
+            if entry.n <= trial.cutoff and trial.voters & entry.marks.keys()
         }
-        usable = [
-            searched
-            for searched in searches
-            if searched.n > trial.cutoff
-            and searched.search.served == trial.incumbent
-            and query_key(searched) not in taught
+        judging = [
+            entry
+            for entry in searches
+            if entry.n > trial.cutoff
+            and entry.search.served == trial.incumbent
+            and query_key(entry) not in taught_queries
         ]
-        credits = self._credits(trial, usable)
+        credits = self._credits(trial, judging)
         outcomes = []
-        for searched in usable:
-            hits = searched.search.hits
-            for voter, marks in sorted(searched.marks.items()):
-                if searched.n in credits and voter not in trial.voters:
-                    preferred, skipped = sides(hits, marks)
+        for entry in judging:
+            hits = entry.search.hits
+            for voter, marks in sorted(entry.marks.items()):
+                if entry.n in credits and voter not in trial.voters:
+                    preferred, skipped = preferred_and_skipped(hits, marks)
                     if not trial.explore:
                         # Whoever skips or dislikes first places would favour what lowers them.
                         skipped = []
-                    of_hit = dict(zip(hits, credits[searched.n], strict=True))
-                    outcomes.append((voter, by_credits(of_hit, preferred, skipped)))
+                    credit_of = dict(zip(hits, credits[entry.n], strict=True))
+                    outcomes.append((voter, search_outcome(credit_of, preferred, skipped)))
         return weigh(outcomes, trial.alpha, watched=trial.evidence.get("watched"))
 
     def _credits(
@@ -181,25 +187,25 @@ class Worker:
     ) -> dict[int, Sequence[float]]:
         """Return the credits of the hits of each search that judges a trial, by its number.
 
-        Without exploring, a hit's credit is by how much the challenger raises it, in shares of the
-        page. Those of a page sum to zero, and its first hits can only fall: whoever likes or clicks
-        at random favours nobody, and whoever prefers first places favours the incumbent.
+        Without exploring, a hit's credit is how far the challenger raises it, as a share of the
+        page. The credits of a page sum to zero, and its first hits can only fall: whoever clicks at
+        random favours neither ranking, and whoever prefers first hits favours the incumbent.
         """
         if trial.explore:
-            tried = (s for s in searches if s.search.challenger == trial.challenger)
-            return {searched.n: searched.search.credits for searched in tried}
+            explored = (s for s in searches if s.search.challenger == trial.challenger)
+            return {entry.n: entry.search.credits for entry in explored}
         vectors = self._vectors(searches)
         head = load_head(trial.head)
         credits: dict[int, Sequence[float]] = {}
-        for searched in searches:
-            hits = searched.search.hits
-            query = query_vector(searched, vectors)
-            if query is None or searched.search.challenger or not vectors.keys() >= {*hits}:
+        for entry in searches:
+            hits = entry.search.hits
+            query = query_vector(entry, vectors)
+            if query is None or entry.search.challenger or not vectors.keys() >= {*hits}:
                 continue
             rows = head(np.stack([query, *(vectors[hit] for hit in hits)])).astype(np.float64)
             order = np.argsort(np.linalg.norm(rows[1:] - rows[0], axis=1), kind="stable")
-            raised = (np.arange(len(hits)) - np.argsort(order)) / len(hits)
-            credits[searched.n] = raised.tolist()
+            rise = (np.arange(len(hits)) - np.argsort(order)) / len(hits)
+            credits[entry.n] = rise.tolist()
         return credits
 
     def _serve(self, served: Bundle, head: bytes | None) -> None:
@@ -215,10 +221,11 @@ class Worker:
     def _watch(self, source: Trial, served: Bundle, trials: Sequence[Trial]) -> None:
         """Put what is served on trial against the base alone, for as long as it is served.
 
-        It must keep a third of the lead that it was proven with, and of its predecessor's. Who
-        taught it may judge as well: if anything, that delays an alarm.
+        It must keep a third of the lead with which it was proven, and at least the lead that its
+        predecessor had to keep. The voters that taught it may judge as well: if anything, they
+        delay an alarm.
         """
-        watched = [min(source.evidence.get("lead", 0.0) / 3, MOST_WATCHED)]
+        watched = [min(source.evidence.get("lead", 0.0) / 3, MAX_WATCHED_LEAD)]
         for trial in trials:
             if trial.kind == "watch" and trial.incumbent == source.incumbent:
                 watched.append(trial.evidence["watched"])
@@ -230,7 +237,7 @@ class Worker:
                 head=None,
                 incumbent=served.sha256,
                 learner="base",
-                alpha=1 / ALARM,
+                alpha=1 / SEARCHES_PER_FALSE_ALARM,
                 cutoff=max((s.n for s in self.record.judged(source.base)), default=0),
                 explore=self.explore,
                 evidence={"watched": max(watched)},
@@ -241,49 +248,49 @@ class Worker:
 
     def _learn(self, served: Bundle, challenges: Sequence[Trial]) -> Step:
         """Learn from three in four voters, and put the best candidate on trial."""
-        from retrieval_feedback.heads import BASE_ALONE, compete, head_of, learned
+        from retrieval_feedback.heads import BASE_ALONE, compete, export_head, fit_learner
 
         base = base_of(served)
         searches = self.record.judged(base)
-        # As if tainted trials had never been: what a forgotten voter taught leaves no trace.
+        # A tainted trial counts as if it had never been, so that a forgotten voter leaves no trace.
         earlier = [trial for trial in challenges if not trial.tainted]
         cutoff = max((trial.cutoff for trial in earlier), default=0)
         last = searches[-1].n if searches else 0
-        fresh = sum(searched.n > max(cutoff, self._tried) for searched in searches)
-        voters = {voter for searched in searches for voter in searched.marks}
-        facts: dict[str, Any] = {"searches": len(searches), "new": fresh, "voters": len(voters)}
-        if fresh < LEAST_SEARCHES:
-            missing = LEAST_SEARCHES - fresh
+        new = sum(entry.n > max(cutoff, self._tried) for entry in searches)
+        voters = {voter for entry in searches for voter in entry.marks}
+        facts: dict[str, Any] = {"searches": len(searches), "new": new, "voters": len(voters)}
+        if new < MIN_SEARCHES:
+            missing = MIN_SEARCHES - new
             return Step("waits", f"Waiting for {missing} more judged searches.", facts)
-        if len(voters) < LEAST_VOTERS:
+        if len(voters) < MIN_VOTERS:
             return Step(
                 "waits",
                 f"Feedback of {len(voters)} voters, keys or users, cannot prove anything: some"
-                f" would teach and the others judge. At least {LEAST_VOTERS} are needed.",
+                f" would teach and the others judge. At least {MIN_VOTERS} are needed.",
                 facts,
             )
         # Three in four voters teach, others each time, and the rest judges.
         hashes = {v: hashlib.sha256(f"{len(earlier) + 1} {v}".encode()).digest() for v in voters}
         teachers = {voter for voter in voters if hashes[voter][0] % 4 > 0}
-        taught = [
-            replace(searched, marks={v: searched.marks[v] for v in searched.marks if v in teachers})
-            for searched in searches
+        lessons = [
+            replace(entry, marks={v: entry.marks[v] for v in entry.marks if v in teachers})
+            for entry in searches
         ]
-        vectors = self._vectors(taught)
-        triplets, by = triplet_vectors(preferences(taught), vectors)
+        vectors = self._vectors(lessons)
+        triplets, teacher_of = triplet_vectors(preferences(lessons), vectors)
         facts |= {"teachers": len(teachers), "triplets": len(triplets)}
-        if len(triplets) < LEAST_TRIPLETS:
+        if len(triplets) < MIN_TRIPLETS:
             return self._nothing(last, facts)
         with threadpool_limits(1):
-            candidates = compete(triplets, by, load_head(head_bytes(served)), self.learners)
+            candidates = compete(triplets, teacher_of, load_head(head_bytes(served)), self.learners)
             facts["candidates"] = [candidate._asdict() for candidate in candidates]
-            if not candidates or not candidates[0].promises:
+            if not candidates or not candidates[0].is_promising:
                 return self._nothing(last, facts)
             best = candidates[0]
             head = None
             if best.learner != BASE_ALONE:
-                learner = learned(best.learner, triplets[: round(best.window * len(triplets))])
-                head = head_of(learner, triplets[:, 0])
+                learner = fit_learner(best.learner, triplets[: round(best.window * len(triplets))])
+                head = export_head(learner, triplets[:, 0])
         challenger = _name_of(head, base)
         if _name_of(head_bytes(served), base) == challenger:
             return self._nothing(last, facts)
@@ -295,7 +302,7 @@ class Worker:
                 head=head,
                 incumbent=served.sha256,
                 learner=best.learner,
-                alpha=level(len(challenges) + 1),
+                alpha=error_rate(len(challenges) + 1),
                 cutoff=last,
                 explore=self.explore,
                 voters=frozenset(teachers),
@@ -317,8 +324,8 @@ class Worker:
     def _vectors(self, searches: Sequence[JudgedSearch]) -> dict[str, Floats32]:
         """Return the base vectors of queries and hits by id."""
         name = VECTOR if self.index.bundle.manifest.adapter is None else BASE
-        ids = {hit for searched in searches for hit in searched.search.hits if hit}
-        ids |= {searched.search.item for searched in searches if searched.search.item}
+        ids = {hit for entry in searches for hit in entry.search.hits if hit}
+        ids |= {entry.search.item for entry in searches if entry.search.item}
         vectors = {}
         ordered = sorted(ids)
         for start in range(0, len(ordered), _IDS):

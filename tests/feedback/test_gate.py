@@ -10,15 +10,15 @@ from retrieval.feedback.feedback_record import CLICKED
 from retrieval.feedback.interleaving import team_draft
 
 from retrieval_feedback.gate import (
-    ALARM,
-    CAP,
-    MOST_SEARCHES,
+    MAX_SEARCHES,
+    MAX_FACTOR,
+    SEARCHES_PER_FALSE_ALARM,
     Evidence,
-    by_credits,
-    level,
+    error_rate,
+    search_outcome,
     weigh,
 )
-from retrieval_feedback.triplets import sides
+from retrieval_feedback.triplets import preferred_and_skipped
 
 TRIALS = 1000
 Outcomes = list[tuple[str, float]]
@@ -41,7 +41,9 @@ def sticky(rng: np.random.Generator) -> Outcomes:
             hits, credits = page(rng)
             marks = dict.fromkeys([hits[place] for place in fashion], CLICKED)
             of_hit = dict(zip(hits, credits, strict=True))
-            outcomes.append((f"v{voter}", by_credits(of_hit, *sides(hits, marks))))
+            outcomes.append(
+                (f"v{voter}", search_outcome(of_hit, *preferred_and_skipped(hits, marks)))
+            )
     return outcomes
 
 
@@ -57,7 +59,7 @@ def judged(rng: np.random.Generator, gain: float, voters: int, each: int) -> Out
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_looking_at_any_time_is_wrong_no_more_often_than_stated(number):
-    alpha = level(number)
+    alpha = error_rate(number)
     wrong = 0
     for seed in range(TRIALS):
         # `weigh` stops at the first verdict, so one call is a look after each search.
@@ -67,7 +69,7 @@ def test_looking_at_any_time_is_wrong_no_more_often_than_stated(number):
 
 
 def test_levels_sum_to_the_error_of_all_trials():
-    assert sum(level(number) for number in range(1, 10_000)) == pytest.approx(0.05, rel=1e-3)
+    assert sum(error_rate(number) for number in range(1, 10_000)) == pytest.approx(0.05, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_levels_sum_to_the_error_of_all_trials():
 )
 def test_a_better_challenger_passes(gain, voters, power):
     passed = [
-        weigh(judged(np.random.default_rng(seed), gain, voters, 4), level(1)).verdict
+        weigh(judged(np.random.default_rng(seed), gain, voters, 4), error_rate(1)).verdict
         for seed in range(300)
     ]
     assert passed.count("better") / 300 >= power
@@ -83,7 +85,7 @@ def test_a_better_challenger_passes(gain, voters, power):
 
 def test_a_worse_challenger_is_refused():
     verdicts = [
-        weigh(judged(np.random.default_rng(seed), -0.2, 100, 4), level(1)).verdict
+        weigh(judged(np.random.default_rng(seed), -0.2, 100, 4), error_rate(1)).verdict
         for seed in range(300)
     ]
     assert verdicts.count("refused") >= 270
@@ -91,10 +93,10 @@ def test_a_worse_challenger_is_refused():
 
 
 def test_an_endless_trial_is_refused():
-    outcomes = [(f"v{n}", 0.0) for n in range(MOST_SEARCHES + 100)]
-    evidence = weigh(outcomes, level(1))
+    outcomes = [(f"v{n}", 0.0) for n in range(MAX_SEARCHES + 100)]
+    evidence = weigh(outcomes, error_rate(1))
     assert evidence.verdict == "refused"
-    assert evidence.searches == MOST_SEARCHES
+    assert evidence.searches == MAX_SEARCHES
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -107,7 +109,7 @@ def test_one_voter_at_most_doubles_or_halves_wealth(seed, outcome):
     without = [pair for pair in mixed if pair[0] != "hostile"]
     # An error rate that nothing reaches, so that all outcomes count.
     ratio = weigh(mixed, 1e-300).wealth / weigh(without, 1e-300).wealth
-    assert CAP**-1 * (1 - 1e-9) <= ratio <= CAP * (1 + 1e-9)
+    assert MAX_FACTOR**-1 * (1 - 1e-9) <= ratio <= MAX_FACTOR * (1 + 1e-9)
     assert outcome * np.log(ratio) > 0.4
 
 
@@ -119,16 +121,16 @@ def test_how_many_voters_who_know_the_teams_can_force_a_trial():
         (7, 2, "better"),
     ):
         outcomes = [(f"v{voter}", 1.0) for _ in range(100) for voter in range(voters)]
-        assert weigh(outcomes, level(number)).verdict == verdict
+        assert weigh(outcomes, error_rate(number)).verdict == verdict
 
 
 def test_a_single_voter_proves_nothing():
-    assert weigh([("only", 1.0)] * 10_000, level(1)).verdict in ("open", "refused")
+    assert weigh([("only", 1.0)] * 10_000, error_rate(1)).verdict in ("open", "refused")
 
 
 def test_no_outcomes():
     expected = Evidence(0, 0, 0, 0, 0.0, 1.0, pytest.approx(40.0), "open")
-    assert weigh([], level(1)) == expected
+    assert weigh([], error_rate(1)) == expected
 
 
 def runs(rng: np.random.Generator, leads: list[tuple[int, float]]) -> Outcomes:
@@ -145,7 +147,7 @@ def test_a_watch_sees_that_a_lead_is_lost_and_forgets_what_was_before():
     for seed in range(50):
         rng = np.random.default_rng(seed)
         outcomes = runs(rng, [(2000, 0.3), (1000, -0.1)])
-        evidence = weigh(outcomes, 1 / ALARM, watched=0.15)
+        evidence = weigh(outcomes, 1 / SEARCHES_PER_FALSE_ALARM, watched=0.15)
         delays.append(evidence.searches - 2000)
     assert np.median(delays) < 100
     assert sum(delay < 0 for delay in delays) <= 2
@@ -153,17 +155,21 @@ def test_a_watch_sees_that_a_lead_is_lost_and_forgets_what_was_before():
 
 def test_a_watch_gives_false_alarms_no_more_often_than_stated():
     lengths = [
-        weigh(runs(np.random.default_rng(seed), [(2000, 0.15)]), 1 / ALARM, watched=0.15).searches
+        weigh(
+            runs(np.random.default_rng(seed), [(2000, 0.15)]),
+            1 / SEARCHES_PER_FALSE_ALARM,
+            watched=0.15,
+        ).searches
         for seed in range(200)
     ]
     # What is served leads by just as much as it must. The runs are cut short at 2,000.
-    assert np.mean(lengths) > ALARM
+    assert np.mean(lengths) > SEARCHES_PER_FALSE_ALARM
 
 
 def test_credit_of_a_page():
     credits = {"a": 0.1, "b": -0.06, "c": 0.02}
-    assert by_credits(credits, ["a", "c"], ["b"]) == pytest.approx(0.3)
-    assert by_credits(credits, ["b"], []) == pytest.approx(-0.1)
-    assert by_credits(credits, [], []) == 0
-    assert by_credits(dict.fromkeys("ab", 0.5), ["a", "b"], []) == 1
-    assert by_credits(dict.fromkeys("ab", 0.5), [], ["a", "b"]) == -1
+    assert search_outcome(credits, ["a", "c"], ["b"]) == pytest.approx(0.3)
+    assert search_outcome(credits, ["b"], []) == pytest.approx(-0.1)
+    assert search_outcome(credits, [], []) == 0
+    assert search_outcome(dict.fromkeys("ab", 0.5), ["a", "b"], []) == 1
+    assert search_outcome(dict.fromkeys("ab", 0.5), [], ["a", "b"]) == -1

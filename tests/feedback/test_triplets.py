@@ -40,12 +40,12 @@ def test_contradictions_cancel_for_the_same_query_only():
 
 
 def test_a_voter_and_an_item_teach_a_bounded_number(monkeypatch):
-    monkeypatch.setattr(triplets, "MOST_OF_VOTER", 3)
-    monkeypatch.setattr(triplets, "MOST_OF_ITEM", 4)
+    monkeypatch.setattr(triplets, "MAX_TRIPLETS_OF_VOTER", 3)
+    monkeypatch.setattr(triplets, "MAX_TRIPLETS_OF_ITEM", 4)
     one = [searched(n, {"v": {"b": CLICKED}}, "ab", f"q{n}") for n in range(10)]
-    assert [p.searched.n for p in preferences(one)] == [9, 8, 7]
+    assert [p.entry.n for p in preferences(one)] == [9, 8, 7]
     many = [searched(n, {f"v{n}": {"b": CLICKED}}, "ab", f"q{n}") for n in range(10)]
-    assert [p.searched.n for p in preferences(many)] == [9, 8, 7, 6]
+    assert [p.entry.n for p in preferences(many)] == [9, 8, 7, 6]
 
 
 def test_vectors_of_queries_and_items():

@@ -18,8 +18,8 @@ from retrieval.feedback.feedback_record import CLICKED, DISLIKED, FeedbackRecord
 from retrieval.index.index import open_index
 from sklearn.datasets import load_digits
 
-from retrieval_feedback.heads import BASE_ALONE, LEARNERS, compete, head_of, learned
-from retrieval_feedback.worker import LEAST_SEARCHES, MOST_WATCHED, Worker, base_of, head_bytes
+from retrieval_feedback.heads import BASE_ALONE, LEARNERS, compete, export_head, fit_learner
+from retrieval_feedback.worker import MAX_WATCHED_LEAD, MIN_SEARCHES, Worker, base_of, head_bytes
 
 FAST = ("feedback.low_rank", "feedback.diagonal")
 
@@ -83,7 +83,9 @@ def test_clicks_teach_a_metric_that_is_served_once_proven_and_watched(switched, 
         (challenge, _) = worker.record.trials()
         assert challenge.verdict == "switched"
         assert challenge.evidence["wealth"] >= challenge.evidence["needed"] == pytest.approx(40)
-        assert watch.evidence["watched"] == min(challenge.evidence["lead"] / 3, MOST_WATCHED) > 0
+        assert (
+            watch.evidence["watched"] == min(challenge.evidence["lead"] / 3, MAX_WATCHED_LEAD) > 0
+        )
         assert json.dumps(challenge.evidence).count("v1") == 0, "evidence names no voter"
         # What is served is watched while something better is looked for.
         kinds = set()
@@ -159,7 +161,7 @@ def test_without_exploring_marks_by_place_do_not_favour_the_challenger(
     with working(copy(empty, tmp_path), explore=False) as worker:
         click_places(worker.index, worker.record, places, mark)
         x, _ = digits()
-        head = head_of(learned(FAST[0], np.stack([x[:300], x[300:600], x[600:900]], 1)), x)
+        head = export_head(fit_learner(FAST[0], np.stack([x[:300], x[300:600], x[600:900]], 1)), x)
         sha = worker.index.bundle.sha256
         worker.record.begin_trial(Trial("challenge", sha, "c", head, sha, FAST[0], 1e-9, 0))
         evidence = worker._weighed(worker.record.open_trials()[0])
@@ -174,7 +176,7 @@ def test_little_feedback_and_few_voters_prove_nothing(tmp_path, empty):
         step = worker.step()
         assert (step.action, step.facts["voters"]) == ("waits", 1)
         assert "cannot prove anything" in step.sentence
-        assert step.facts["new"] >= LEAST_SEARCHES
+        assert step.facts["new"] >= MIN_SEARCHES
 
 
 def test_a_forgotten_voter_leaves_the_head_that_never_saw_them(tmp_path, empty):
@@ -277,10 +279,10 @@ def test_a_head_computes_what_its_learner_does_and_has_the_same_bytes_again(name
     triplets = x[rows[alike & (thickness[rows[:, 0]] != thickness[rows[:, 2]])][:1500]]
     from retrieval.feedback.interleaving import load_head
 
-    learner = learned(name, triplets)
-    head = head_of(learner, triplets[:, 0])
+    learner = fit_learner(name, triplets)
+    head = export_head(learner, triplets[:, 0])
     np.testing.assert_allclose(load_head(head)(x[:50]), learner.transform(x[:50]), atol=1e-4)
-    assert head_of(learned(name, triplets), triplets[:, 0]) == head
+    assert export_head(fit_learner(name, triplets), triplets[:, 0]) == head
 
 
 def test_two_workers_at_once(tried, tmp_path, cli):
@@ -364,9 +366,9 @@ def test_the_model_alone_competes_with_a_head_that_became_worse():
     # The incumbent sees only how thick a digit is.
     candidates = compete(triplets, voters, lambda rows: rows.sum(axis=1, keepdims=True), FAST)
     (base,) = (candidate for candidate in candidates if candidate.learner == BASE_ALONE)
-    assert base.promises and base.gain > 0.2
+    assert base.is_promising and base.gain > 0.2
     # Against the base itself, it gains nothing.
     candidates = compete(triplets, voters, lambda rows: rows, FAST)
     (base,) = (candidate for candidate in candidates if candidate.learner == BASE_ALONE)
-    assert (base.gain, base.error, base.promises) == (0.0, 0.0, False)
+    assert (base.gain, base.error, base.is_promising) == (0.0, 0.0, False)
     assert candidates[0].learner != BASE_ALONE
