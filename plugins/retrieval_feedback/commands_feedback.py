@@ -16,7 +16,8 @@ from retrieval.cli.common import JSON, PATH, Duration, Group, command
 if TYPE_CHECKING:
     from retrieval.feedback.feedback_record import FeedbackRecord, JudgedSearch
 
-_PAGE = 1000  # searches that are read at once
+_PAGE = 1000
+"""Number of searches that are read at a time."""
 
 
 @click.group(cls=Group)
@@ -29,20 +30,22 @@ def feedback() -> None:
     """
 
 
-_INDEX = click.argument("place", metavar="INDEX", type=PATH)
-_KEY = click.option("--key", metavar="NAME", help="Feedback of this API key; '' for that of none.")
+_INDEX = click.argument("path", metavar="INDEX", type=PATH)
+_KEY = click.option(
+    "--key", metavar="NAME", help="Only this API key; '' for searches without a key."
+)
 _USER = click.option("--user", metavar="USER", help="Only this user of the key.")
 
 
 @command("list", "retrieval feedback list photos.index", group=feedback)
 @_INDEX
 @JSON
-def list_feedback(place: Path, as_json: bool) -> None:
-    """Print how much feedback there is, and of whom."""
-    with _opened(place) as record:
+def list_feedback(path: Path, as_json: bool) -> None:
+    """Count the searches and marks, in all and of each key and user."""
+    with _open_record(path) as record:
         counts = record.counts()
         voters = [
-            {"voter": voter, "searches": searches, "marks": marks, "last": _time(last)}
+            {"voter": voter, "searches": searches, "marks": marks, "last": _utc(last)}
             for voter, searches, marks, last in record.voters()
         ]
     if as_json:
@@ -67,7 +70,7 @@ def list_feedback(place: Path, as_json: bool) -> None:
 )
 @_KEY
 @_USER
-def export_feedback(place: Path, output: Path, key: str | None, user: str | None) -> None:
+def export_feedback(path: Path, output: Path, key: str | None, user: str | None) -> None:
     """Write the searches that have marks, with the marks, one JSON object per line."""
     from retrieval.base.files import whole_file
     from retrieval.errors import StoreError
@@ -75,16 +78,16 @@ def export_feedback(place: Path, output: Path, key: str | None, user: str | None
     voter = _voter(key, user)
     count = 0
     with (
-        _opened(place) as record,
+        _open_record(path) as record,
         whole_file(output, StoreError, private=True) as temporary,
         temporary.open("w", encoding="utf-8") as file,
     ):
-        for entry in _all(record):
+        for entry in _judged_searches(record):
             marks = entry.marks
             if voter is not None and not _is_of(entry.search.voter, voter):
-                marks = {name: kept for name, kept in marks.items() if _is_of(name, voter)}
+                marks = {name: by_item for name, by_item in marks.items() if _is_of(name, voter)}
             if marks:
-                file.write(json.dumps(_plain(entry, marks), ensure_ascii=False) + "\n")
+                file.write(json.dumps(_as_json(entry, marks), ensure_ascii=False) + "\n")
                 count += 1
     say(f"Wrote {count:,} searches with their marks to {output}.")
 
@@ -103,7 +106,7 @@ def export_feedback(place: Path, output: Path, key: str | None, user: str | None
     "--older-than", type=Duration(), metavar="TIME", help="Searches and marks older than this."
 )
 def forget_feedback(
-    place: Path,
+    path: Path,
     key: str | None,
     user: str | None,
     item: str | None,
@@ -117,7 +120,7 @@ def forget_feedback(
     before = None
     if older_than is not None:
         before = time.time() - older_than.total_seconds()
-    with _opened(place) as record:
+    with _open_record(path) as record:
         counts = record.forget(voter=_voter(key, user), item=item, before=before)
     say(f"Forgot {counts['searches']:,} searches and {counts['marks']:,} marks.")
     if counts["tainted"]:
@@ -127,12 +130,12 @@ def forget_feedback(
         )
 
 
-def _opened(place: Path) -> FeedbackRecord:
+def _open_record(path: Path) -> FeedbackRecord:
     from retrieval.feedback.feedback_record import FEEDBACK_FILE, FeedbackRecord
 
-    if place.is_dir():
-        place = place / FEEDBACK_FILE
-    return FeedbackRecord.open(place)
+    if path.is_dir():
+        path = path / FEEDBACK_FILE
+    return FeedbackRecord.open(path)
 
 
 def _voter(key: str | None, user: str | None) -> str | None:
@@ -143,11 +146,11 @@ def _voter(key: str | None, user: str | None) -> str | None:
 
 
 def _is_of(name: str, voter: str) -> bool:
-    """Return whether a voter is another, or a user of that key."""
+    """Return whether `name` is the voter `voter`, or a user of the key `voter`."""
     return name == voter or name.startswith(f"{voter}/")
 
 
-def _all(record: FeedbackRecord) -> Iterator[JudgedSearch]:
+def _judged_searches(record: FeedbackRecord) -> Iterator[JudgedSearch]:
     """Yield all searches with marks, page by page."""
     after = 0
     while page := record.judged(after=after, limit=_PAGE):
@@ -155,7 +158,7 @@ def _all(record: FeedbackRecord) -> Iterator[JudgedSearch]:
         after = page[-1].n
 
 
-def _plain(entry: JudgedSearch, marks: Any) -> dict[str, Any]:
+def _as_json(entry: JudgedSearch, marks: Any) -> dict[str, Any]:
     """Return a search with its marks as JSON."""
     from retrieval.feedback.feedback_record import CLICKED, DISLIKED, LIKED
 
@@ -163,7 +166,7 @@ def _plain(entry: JudgedSearch, marks: Any) -> dict[str, Any]:
     search = entry.search
     return {
         "search_id": search.id,
-        "time": _time(search.answered),
+        "time": _utc(search.answered),
         "voter": search.voter,
         "base": search.base,
         "served": search.served,
@@ -173,11 +176,11 @@ def _plain(entry: JudgedSearch, marks: Any) -> dict[str, Any]:
         "challenger": search.challenger,
         "credits": search.credits,
         "marks": {
-            voter: {item: words[mark] for item, mark in kept.items()}
-            for voter, kept in marks.items()
+            voter: {item: words[mark] for item, mark in by_item.items()}
+            for voter, by_item in marks.items()
         },
     }
 
 
-def _time(seconds: float) -> str:
+def _utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

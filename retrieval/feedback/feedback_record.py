@@ -40,17 +40,18 @@ from retrieval.store.record import (
 FEEDBACK_FILE = "feedback.sqlite"
 LIKED, DISLIKED, CLICKED = 1, -1, 2
 MAX_HITS = 1000
-"""Hits of a search that are noted, and marks of a request."""
+"""Largest number of hits that are noted of a search, and of marks in a request."""
 MAX_UNJUDGED = 1_000_000
-"""Searches without a mark that are kept; the oldest go first."""
+"""Largest number of searches without a mark; the oldest are deleted first."""
 MAX_MARKS = 5_000_000
+"""Largest number of marks; further ones are refused."""
 CALM_SHARE = 0.25
-"""Share of the explored searches that a watch gets without a suspicion."""
+"""Share of the explored searches that a watch gets while its evidence is weak."""
 SUSPICION = 1.5
-"""Wealth from which on a watch gets all of them."""
+"""Wealth of the gamblers from which a watch gets all explored searches."""
 _BUSY_MILLISECONDS = 5000
 _CHUNK = 10_000
-"""Searches that one transaction deletes."""
+"""Largest number of searches that one transaction deletes."""
 _as_json = json.JSONEncoder(ensure_ascii=False).encode
 _FORMAT = 1
 _APPLICATION = 0x52465942  # marks the file as one of feedback
@@ -90,15 +91,15 @@ searches up to number `trials.cutoff`.
 
 
 class UnknownSearch(DataError):
-    """A mark is on a search that the record does not have: it expired, or never was."""
+    """The record lacks the search of a mark: it expired, was forgotten, or never took place."""
 
 
 class NoRoom(StoreError):
-    """The disk is full, or the record has as many marks as it may."""
+    """The disk is full, or the record has `MAX_MARKS` marks."""
 
 
 class Search(NamedTuple):
-    """One search that was answered; a server makes one for each of its searches.
+    """One search that was answered.
 
     Attributes:
         id: random id that the answer carried.
@@ -184,9 +185,9 @@ class Trial:
 
     @property
     def share(self) -> float:
-        """Share of the explored searches that it gets before a later trial gets any.
+        """Share of the explored searches that this trial gets; later trials get the rest.
 
-        A watch costs its users good hits, so it gets few until its evidence raises a suspicion.
+        A watch costs its users good hits, so it gets few until its evidence grows.
         """
         if self.kind == "watch" and self.evidence.get("wealth", 1.0) < SUSPICION:
             return CALM_SHARE
@@ -452,26 +453,27 @@ class FeedbackRecord:
         with self._reading() as connection:
             return ask(connection, sql)
 
-    # What is no longer kept
+    # Deleting
 
     def forget(
         self, *, voter: str | None = None, item: str | None = None, before: float | None = None
     ) -> dict[str, int]:
         """Delete feedback so that its bytes leave the file; return the numbers of what was deleted.
 
-        Trials whose challenger learned from deleted feedback become tainted. Give one of:
+        Trials whose challenger learned from deleted feedback become tainted. Give exactly one
+        argument.
 
         Args:
-            voter: a voter, or the name of a key with all of its users: their searches with all
-                marks on them, and their marks.
-            item: id of an item: searches by it, marks on it, and its id among the hits.
-            before: seconds since 1970, before which searches and marks are deleted.
+            voter: a voter, or the name of a key with all of its users. Deletes their searches with
+                all marks on them, and their marks.
+            item: id of an item. Deletes searches by it, marks on it, and its id among the hits.
+            before: seconds since 1970. Deletes earlier searches and marks.
 
         Returns:
             The numbers of "searches", "marks" and "tainted" trials.
 
         Raises:
-            DataError: not exactly one of them is given.
+            DataError: none or several arguments are given.
             StoreError: the file cannot be written.
         """
         conditions: tuple[str, str, object]
@@ -480,8 +482,8 @@ class FeedbackRecord:
                 "Forget feedback of a voter, of an item, or before a time: one of them."
             )
         if voter is not None:
-            theirs = "(voter = ?1 or substr(voter, 1, length(?1) + 1) = ?1 || '/')"
-            conditions = (theirs, theirs, voter)
+            by_voter = "(voter = ?1 or substr(voter, 1, length(?1) + 1) = ?1 || '/')"
+            conditions = (by_voter, by_voter, voter)
         elif item is not None:
             conditions = ("item = ?1", "item = ?1", item)
         else:
@@ -491,7 +493,7 @@ class FeedbackRecord:
         deleted_marks = f"{of_marks} or search in (select n from searches where {of_searches})"
         touched = deleted_marks
         if item is not None:
-            # A hit that was shown and not marked taught as well.
+            # An unmarked hit above the last mark taught, too.
             touched += f" or search in (select n from searches where {shows})"
         taint = (
             "update trials set tainted = 1, head = iif(verdict is null, head, x'') where not"
@@ -616,14 +618,14 @@ class FeedbackRecord:
         return self._trials("n = ?", (n,))[0]
 
     def note_evidence(self, n: int, evidence: Mapping[str, Any]) -> None:
-        """Write the evidence of trial `n`, in the place of the earlier."""
+        """Replace the evidence of trial `n`."""
         with self._writing() as connection:
             connection.execute(
                 "update trials set evidence = ? where n = ?", (json.dumps(dict(evidence)), n)
             )
 
     def close_trial(self, n: int, verdict: str, evidence: Mapping[str, Any]) -> None:
-        """Close trial `n`; a trial that is closed already stays as it is."""
+        """Close trial `n`; a closed trial is left unchanged."""
         with self._writing() as connection:
             connection.execute(
                 "update trials set verdict = ?, evidence = ?, closed = ?, head ="
@@ -636,28 +638,28 @@ class FeedbackRecord:
         """Context manager in which no other process learns from this file.
 
         Raises:
-            StoreError: another process does.
+            StoreError: another process is learning from it.
         """
         with hold(self.path, "learning from this feedback", StoreError):
             yield
 
 
-def feedback_file(place: object, file: Path | None = None) -> Path:
-    """Return the file of an index's feedback: `file` if it is named.
+def feedback_file(index: object, file: Path | None = None) -> Path:
+    """Return the file of an index's feedback.
 
     Args:
-        place: the index's folder, or its address.
-        file: the file that the user named, if any.
+        index: the index's folder, or its address.
+        file: the file that the user named; by default `feedback.sqlite` in the folder.
 
     Raises:
         StoreError: the index is not in a folder, and no file is named.
     """
     if file is not None:
         return file
-    if isinstance(place, Path):
-        return place / FEEDBACK_FILE
+    if isinstance(index, Path):
+        return index / FEEDBACK_FILE
     raise StoreError(
-        f"The index {place} is not in a folder: name the file of its feedback, --feedback-file"
+        f"The index {index} is not in a folder: name the file of its feedback, --feedback-file"
         " FILE."
     )
 

@@ -1,11 +1,11 @@
 """Compare two rankings on one page of hits: team-draft interleaving, and the challenger's ranking.
 
 Radlinski, Kurup and Joachims: How Does Clickthrough Data Reflect Retrieval Quality? (CIKM 2008),
-algorithm 2. A click counts by how far the rankings disagree on the hit, which tells them apart with
-fewer clicks (Yue, Gao, Chapelle, Zhang and Joachims: Learning More Powerful Test Statistics for
+algorithm 2. The weight of a click is how far the rankings disagree on the hit, so fewer clicks tell
+them apart (Yue, Gao, Chapelle, Zhang and Joachims: Learning More Powerful Test Statistics for
 Click-Based Retrieval Evaluation, SIGIR 2010). The coins of each page are independent of everything
-else, so whoever cannot see them gives both rankings the same credit on average, whatever they click
-and at whatever position.
+else, so users who cannot see them give both rankings the same mean credit if they click by position
+or at random.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def team_draft(
     """Interleave two rankings; return the first k ids, and the credit of each.
 
     In each round both rankings choose their best id that is not yet chosen; a coin decides which is
-    first. Had the coin fallen otherwise, another id would be at the place. The credit, from -1 to
-    1, is half of what the challenger raises the id by less what it raises the other one by, in
-    shares of the ranking. So the mean credit of each place is zero whatever came before.
+    first. If the coin had fallen the other way, another id would be in this position. The credit of
+    an id, from -1 to 1, is half of (how far the challenger raises it, minus how far it raises that
+    other id), as a share of the ranking. So each position has a mean credit of zero, whatever came
+    before.
 
     Args:
         incumbent: ids of one ranking, best first, without repetition.
@@ -39,21 +40,22 @@ def team_draft(
     """
     by_challenger = list(dict.fromkeys([*challenger, *incumbent]))
     by_incumbent = list(dict.fromkeys([*incumbent, *challenger]))
-    places = {id: place for place, id in enumerate(by_incumbent)}
-    raised = {id: places[id] - place for place, id in enumerate(by_challenger)}
+    ranks = {id: rank for rank, id in enumerate(by_incumbent)}
+    rise = {id: ranks[id] - rank for rank, id in enumerate(by_challenger)}
     chosen: dict[str, float] = {}
 
-    def turns(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    def round_of(first: Sequence[str], second: Sequence[str]) -> list[str]:
         best = next(id for id in first if id not in chosen)
         free = (id for id in second if id not in chosen and id != best)
         return [best, *islice(free, 1)]
 
-    while len(chosen) < min(k, len(raised)):
-        shown, instead = turns(by_challenger, by_incumbent), turns(by_incumbent, by_challenger)
+    while len(chosen) < min(k, len(rise)):
+        page = round_of(by_challenger, by_incumbent)
+        other_page = round_of(by_incumbent, by_challenger)
         if not coin():
-            shown, instead = instead, shown
-        for id, other in zip(shown, instead, strict=True):
-            chosen[id] = round((raised[id] - raised[other]) / (2 * len(raised)), 4)
+            page, other_page = other_page, page
+        for id, other in zip(page, other_page, strict=True):
+            chosen[id] = round((rise[id] - rise[other]) / (2 * len(rise)), 4)
     return list(chosen)[:k], tuple(chosen.values())[:k]
 
 

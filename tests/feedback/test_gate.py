@@ -10,8 +10,8 @@ from retrieval.feedback.feedback_record import CLICKED
 from retrieval.feedback.interleaving import team_draft
 
 from retrieval_feedback.gate import (
-    MAX_SEARCHES,
     MAX_FACTOR,
+    MAX_SEARCHES,
     SEARCHES_PER_FALSE_ALARM,
     Evidence,
     error_rate,
