@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from retrieval_pml.pair_sums import (
     Pairs,
+    Vectors,
     against_others,
+    compared,
     log_sums,
     matrix_of,
     nearness,
@@ -79,9 +81,9 @@ class SphereFaceLoss(_MultipleAngle, losses.SphereFaceLoss):
 class _ScaledCosines(_FiniteAngles):
     """Softmax over scaled cosines: the item's class against the sum over all other classes."""
 
-    def get_cosine(self, embeddings: Tensor) -> Tensor:
-        """Return the cosines (N, classes) of embeddings and class weights."""
-        return matrix_of(self.distance, embeddings, self.W.t())
+    def compared(self, embeddings: Tensor) -> Tensor | Vectors:
+        """Return the cosines (N, classes) of embeddings and classes, or what to compare."""
+        return compared(self.distance, embeddings, self.W.t())
 
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
@@ -90,7 +92,7 @@ class _ScaledCosines(_FiniteAngles):
         self.cast_types(embeddings.dtype, embeddings.device)
         items = torch.arange(len(labels), device=labels.device)
         pairs = Pairs(items, labels, (items, labels))
-        push, cosines = against_others(self.get_cosine(embeddings), scaled(self.scale), pairs)
+        push, cosines = against_others(self.compared(embeddings), scaled(self.scale), pairs)
         loss = F.softplus(push - self.scale * self.modify_cosine_of_target_classes(cosines))
         weights = loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype=loss.dtype)
         parts = item_losses(loss * weights)
@@ -136,7 +138,7 @@ class SubCenterArcFaceLoss(_ScaledCosines, losses.SubCenterArcFaceLoss):
         weight_init_func: initialiser of the centres; standard normal by default.
     """
 
-    def get_cosine(self, embeddings: Tensor) -> Tensor:
+    def compared(self, embeddings: Tensor) -> Tensor:
         """Return the cosines (N, classes) of embeddings and the nearest centre of each class."""
         # A maximum over neighbours in memory is slow, so all first centres come first, and so on.
         centers = self.W.view(len(self.W), self.num_classes, self.sub_centers).mT.flatten(1)
@@ -195,7 +197,7 @@ class ProxyAnchorLoss(losses.ProxyAnchorLoss):
         ordered, items = torch.sort(labels, stable=True)
         pairs = Pairs(ordered, items, (ordered, items), exponents)
         # Each proxy is an anchor, and all items are compared with it.
-        mat = matrix_of(self.distance, self.proxies, embeddings)
+        mat = compared(self.distance, self.proxies, embeddings)
         alpha = nearness(self.distance, self.alpha)
         push, values = against_others(mat, scaled(alpha), pairs)
         own = weights[items] - 1 - alpha * (values - self.margin)

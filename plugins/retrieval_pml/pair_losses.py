@@ -16,8 +16,10 @@ from torch.nn import functional as F
 
 from retrieval_pml.pair_sums import (
     Pairs,
+    Vectors,
     against_others,
     column_of_anchors,
+    compared,
     excesses_over_others,
     labelled_pairs,
     listed_pairs,
@@ -59,7 +61,7 @@ class _PairSums(GenericPairLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
         """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
-        mat = matrix_of(self.distance, embeddings, ref_emb)
+        mat = compared(self.distance, embeddings, ref_emb)
         if indices_tuple is None:
             pairs = labelled_pairs(labels, ref_labels, column_of_anchors(labels, ref_labels))
         else:
@@ -67,7 +69,7 @@ class _PairSums(GenericPairLoss):
             pairs = listed_pairs(mat, indices, self.repeated)
         return self.loss_of(mat, pairs, ref_emb is embeddings)
 
-    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+    def loss_of(self, mat: Tensor | Vectors, pairs: Pairs, same_items: bool) -> Any:
         """Return the losses by name, from distances (N, M), which may be those within a batch."""
         raise NotImplementedError
 
@@ -101,7 +103,7 @@ class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
         if indices_tuple is not None or not self.rows_by_labels:
             return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         pairs = labelled_pairs(labels, ref_labels, column_of_anchors(labels, ref_labels))
-        mat = matrix_of(self.distance, embeddings, ref_emb)
+        mat = compared(self.distance, embeddings, ref_emb)
         slope = nearness(self.distance, 1)
         sums, values, counts = excesses_over_others(
             mat, lambda mat, _: (self.distance.margin(self.neg_margin, mat), slope), pairs
@@ -203,7 +205,7 @@ class LiftedStructureLoss(_PairSums, losses.LiftedStructureLoss):
 
     repeated = True
 
-    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+    def loss_of(self, mat: Tensor | Vectors, pairs: Pairs, same_items: bool) -> Any:
         """Return the losses of the positive pairs."""
         if len(pairs.anchors) == 0 or not pairs.negatives:
             return self.zero_losses()
@@ -229,11 +231,11 @@ class GeneralizedLiftedStructureLoss(_PairSums, losses.GeneralizedLiftedStructur
         reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
-    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+    def loss_of(self, mat: Tensor | Vectors, pairs: Pairs, same_items: bool) -> Any:
         """Return the anchors' losses."""
         sign = nearness(self.distance, 1)
         push, values = against_others(mat, scaled(sign), pairs)
-        pull = log_sums(self.distance.margin(values, self.pos_margin), pairs.anchors, len(mat))
+        pull = log_sums(self.distance.margin(values, self.pos_margin), pairs.anchors, len(push))
         # Without positives or negatives, the sum is close to the lowest number.
         return item_losses(F.relu(push - sign * self.neg_margin + pull))
 
@@ -252,12 +254,12 @@ class MultiSimilarityLoss(_PairSums, losses.MultiSimilarityLoss):
         reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
-    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+    def loss_of(self, mat: Tensor | Vectors, pairs: Pairs, same_items: bool) -> Any:
         """Return the anchors' losses."""
         alpha = nearness(self.distance, self.alpha)
         beta = nearness(self.distance, self.beta)
         push, values = against_others(mat, scaled(beta), pairs)
-        pull = log_sums(-alpha * (values - self.base), pairs.anchors, len(mat))
+        pull = log_sums(-alpha * (values - self.base), pairs.anchors, len(push))
         push = F.softplus(push - beta * self.base) / self.beta
         return item_losses(F.softplus(pull) / self.alpha + push)
 
@@ -275,18 +277,18 @@ class CircleLoss(_PairSums, losses.CircleLoss):
         reducer: reduces the anchors' losses to one number; by default the mean of those above 0.
     """
 
-    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+    def loss_of(self, mat: Tensor | Vectors, pairs: Pairs, same_items: bool) -> Any:
         """Return the anchors' losses."""
         push, values = against_others(mat, self._exponents, pairs)
         weights = self.gamma * F.relu(self.op - values.detach())
-        pull = log_sums(weights * (self.delta_p - values), pairs.anchors, len(mat))
+        pull = log_sums(weights * (self.delta_p - values), pairs.anchors, len(push))
         # Without positives or negatives, the sum is close to the lowest number.
         return item_losses(F.softplus(pull + push))
 
     def _exponents(self, cosines: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the exponents of negative pairs and their derivative, with constant weights."""
         weights = (cosines.detach() - self.on).relu_().mul_(self.gamma)
-        return (cosines - self.delta_n).mul_(weights), weights
+        return cosines.sub_(self.delta_n).mul_(weights), weights
 
 
 class SupConLoss(_PairSums, losses.SupConLoss):
@@ -303,7 +305,7 @@ class SupConLoss(_PairSums, losses.SupConLoss):
 
     rows_mined = False
 
-    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+    def loss_of(self, mat: Tensor | Vectors, pairs: Pairs, same_items: bool) -> Any:
         """Return the anchors' losses."""
         # If other rows of the batch have positives, a mean over anchors counts these rows too.
         if not pairs.negatives or (len(pairs.anchors) == 0 and first_row() is None):
@@ -311,7 +313,7 @@ class SupConLoss(_PairSums, losses.SupConLoss):
         scale = nearness(self.distance, 1 / self.temperature)
         push, values = against_others(mat, scaled(scale), pairs)
         logits = scale * values
-        total = torch.logaddexp(push, log_sums(logits, pairs.anchors, len(mat)))
+        total = torch.logaddexp(push, log_sums(logits, pairs.anchors, len(push)))
         zeros = torch.zeros_like(push)
         count = zeros.index_add(0, pairs.anchors, torch.ones_like(logits))
         mean = zeros.index_add(0, pairs.anchors, logits) / count.clamp(min=1)
@@ -327,7 +329,7 @@ class _AgainstNegatives(_PairSums):
 
     repeated = True
 
-    def loss_of(self, mat: Tensor, pairs: Pairs, same_items: bool) -> Any:
+    def loss_of(self, mat: Tensor | Vectors, pairs: Pairs, same_items: bool) -> Any:
         """Return the losses of the positive pairs."""
         # If other rows of the batch have negatives, a mean over pairs counts these pairs too.
         if len(pairs.anchors) == 0 or (not pairs.negatives and first_row() is None):

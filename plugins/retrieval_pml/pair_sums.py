@@ -1,16 +1,16 @@
 """Log-sum-exps over the negatives of each anchor, in which most losses of pairs are written.
 
 A batch has few positive pairs, which are listed, and many negative pairs, which are not: a sum over
-them goes through the matrix of all pairs, in which the other pairs are set to −∞. The backward pass
-computes the exponentials again, so the memory is two matrices.
+them goes through the matrix of all pairs, in which the other pairs are set to −∞. Some rows at a
+time are compared, summed and replaced by their derivatives, so the memory is one matrix.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pytorch_metric_learning import distances, reducers
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Exponents = Callable[[Tensor, slice], tuple[Tensor, Tensor | float]]
-"""Returns the exponents of some rows of a matrix of pairs, as a new tensor, and their derivative.
+"""Returns the exponents of some rows of a matrix of pairs, and their derivative.
 
-Its arguments are these rows (B, M), and which they are.
+Its arguments are these rows (B, M), which it may overwrite, and which they are.
 """
-ENTRIES = 2**17
+ENTRIES = 2**18
 """Number of pairs to compute at once on a CPU, so that they stay in a core's cache."""
 
 
@@ -32,7 +32,7 @@ class Pairs:
     """Pairs of N anchors with M other items.
 
     Args:
-        anchors: anchors (P,) of the positive pairs.
+        anchors: anchors (P,), ascending, of the positive pairs.
         positives: the other items (P,) of the positive pairs.
         not_negative: anchors (K,), ascending, and other items (K,) of pairs that are not negative.
         weights: logarithms (N, M) of the weights of pairs as negatives, −∞ for others.
@@ -46,8 +46,19 @@ class Pairs:
     negatives: int = 0
 
 
-def matrix_of(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
-    """Return the distances or similarities (N, M) of embeddings (N, C) and references (M, C)."""
+class Vectors(NamedTuple):
+    """Vectors (N, C), and (M, C) or None for the same ones, to be scaled and then compared.
+
+    The distance is the cosine, or the Euclidean distance to the power of 1 or 2, of unit vectors.
+    """
+
+    x: Tensor
+    y: Tensor | None
+    distance: Any
+
+
+def compared(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor | Vectors:
+    """Return embeddings (N, C) and references (M, C), or their matrix (N, M) if that is better."""
     # Embeddings that are compared with each other are scaled to length 1 only once.
     reference = None if ref_emb is embeddings else ref_emb
     kind = type(distance)
@@ -64,80 +75,129 @@ def matrix_of(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
     if plain or distance.p != 2 or distance.power not in powers:
         mat: Tensor = distance(embeddings, reference)
         return mat
-    mat = _OfUnitVectors.apply(embeddings, reference, distance)
+    return Vectors(embeddings, reference, distance)
+
+
+def matrix_of(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
+    """Return the distances or similarities (N, M) of embeddings (N, C) and references (M, C)."""
+    mat = compared(distance, embeddings, ref_emb)
+    if isinstance(mat, Vectors):
+        mat = _Matrix.apply(*mat)
     return mat
 
 
-class _OfUnitVectors(torch.autograd.Function):
-    """Cosines, or Euclidean distances to the power of 1 or 2, of vectors scaled to length 1."""
+class _Matrix(torch.autograd.Function):
+    """The matrix of `Vectors`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor | None, distance: Any) -> Tensor:
-        rows, lengths = _unit(x)
-        if y is None:
-            columns = rows
-            column_lengths = lengths
-        else:
-            columns, column_lengths = _unit(y)
-        if distance.is_inverted:
-            mat = rows @ columns.T
-        else:
-            squares = rows.square().sum(1, keepdim=True)
-            column_squares = columns.square().sum(1)
-            mat = torch.addmm(column_squares, rows, columns.T, alpha=-2)
-            # What is within the rounding errors is 0, as between equal vectors.
-            rounding = 4 * torch.finfo(mat.dtype).eps
-            F.threshold(mat.add_(squares), rounding, 0, inplace=True)
-            if distance.power == 1:
-                mat.sqrt_()
-        ctx.save_for_backward(x, y, rows, lengths, columns, column_lengths, mat)
+        units = _Units.of(x, y)
+        mat = x.new_empty(len(x), len(units.columns))
+        units.comparison(distance)(slice(None), mat)
+        ctx.save_for_backward(x, y, mat, *units)
         ctx.distance = distance
         return mat
 
     @staticmethod
     def backward(ctx: Any, of_mat: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, rows, lengths, columns, column_lengths, mat = ctx.saved_tensors
-        distance = ctx.distance
+        x, y, mat, *saved = ctx.saved_tensors
+        vectors = Vectors(x, y, ctx.distance)
+        needed = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled():
-            # For a second derivative, torch differentiates each step.
-            inputs = [tensor for tensor in (x, y) if tensor is not None and tensor.requires_grad]
-            if distance.power == 2:
-                # Without a root, which has no derivative at 0.
-                a = F.normalize(x)
-                b = a if y is None else F.normalize(y)
-                again = a.square().sum(1, keepdim=True) + b.square().sum(1) - 2 * a @ b.T
-            else:
-                again = distance(x, y)
-            gradients = iter(torch.autograd.grad(again, inputs, of_mat, create_graph=True))
-            needed = ctx.needs_input_grad[:2]
-            of_x, of_y = (next(gradients) if need else None for need in needed)
-            return of_x, of_y, None
-        factor = 1.0
-        if not distance.is_inverted:
-            factor = -distance.power
-            if distance.power == 1:
-                # A distance of 0 has no derivative.
-                of_mat = (of_mat / mat).masked_fill_(mat == 0, 0)
-        # The lengths of vectors are constant, so their derivatives cancel out.
-        of_rows = of_mat @ columns
-        of_columns = (rows.T @ of_mat).T
-        if y is None:
-            return _of_unscaled(of_rows.add_(of_columns), rows, lengths, factor), None, None
-        of_x = _of_unscaled(of_rows, rows, lengths, factor)
-        return of_x, _of_unscaled(of_columns, columns, column_lengths, factor), None
+            return (*_by_torch(vectors, _plain(vectors), of_mat, needed), None)
+        units = _Units(*saved)
+        if has_root(ctx.distance):
+            # A distance of 0 has no derivative.
+            of_mat = (of_mat / mat).masked_fill_(mat == 0, 0)
+        return (*units.unscaled(vectors, needed, [(slice(None), of_mat)]), None)
 
 
-def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return vectors (N, C) scaled to length 1 and their lengths (N, 1), as torch's `normalize`."""
-    # torch's norm is slow for vectors that are columns in memory.
-    lengths = x.square().sum(1, keepdim=True).sqrt_().clamp_(min=1e-12)
-    return x / lengths, lengths
+class _Units(NamedTuple):
+    """Vectors scaled to length 1, and their lengths."""
+
+    rows: Tensor
+    lengths: Tensor
+    columns: Tensor
+    column_lengths: Tensor
+
+    @staticmethod
+    def of(x: Tensor, y: Tensor | None) -> _Units:
+        """Return vectors (N, C) and (M, C), or None for the same ones, as torch's `normalize`."""
+        # torch's norm is slow for vectors that are columns in memory.
+        sides = []
+        for v in (x,) if y is None else (x, y):
+            lengths = v.square().sum(1, keepdim=True).sqrt_().clamp_(min=1e-12)
+            sides.append((v / lengths, lengths))
+        return _Units(*sides[0], *sides[-1])
+
+    def comparison(self, distance: Any) -> Callable[[slice, Tensor], Tensor]:
+        """Return a function that writes some rows of the matrix to a tensor."""
+        if distance.is_inverted:
+            return lambda part, out: torch.mm(self.rows[part], self.columns.T, out=out)
+        column_squares = self.columns.square().sum(1)
+
+        def compare(part: slice, out: Tensor) -> Tensor:
+            rows = self.rows[part]
+            torch.addmm(column_squares, rows, self.columns.T, alpha=-2, out=out)
+            # What is within the rounding errors is 0, as between equal vectors.
+            rounding = 4 * torch.finfo(out.dtype).eps
+            F.threshold(out.add_(rows.square().sum(1, keepdim=True)), rounding, 0, inplace=True)
+            if has_root(distance):
+                out.sqrt_()
+            return out
+
+        return compare
+
+    def unscaled(
+        self,
+        vectors: Vectors,
+        needed: tuple[bool, bool],
+        of_products: Iterable[tuple[slice, Tensor]],
+    ) -> list[Tensor | None]:
+        """Return the gradients of vectors from those of the products of rows, without a factor."""
+        _, y, distance = vectors
+        of_rows = torch.zeros_like(self.rows)
+        of_columns = of_rows if y is None else torch.zeros_like(self.columns)
+        for part, of_product in of_products:
+            of_rows[part].addmm_(of_product, self.columns)
+            if needed[1] or y is None:
+                of_columns.addmm_(of_product.T, self.rows[part])
+        factor = 1.0 if distance.is_inverted else -distance.power
+        gradients: list[Tensor | None] = [None, None]
+        sides = (of_rows, self.rows, self.lengths), (of_columns, self.columns, self.column_lengths)
+        for i, (of_unit, unit, lengths) in enumerate(sides):
+            if needed[i]:
+                # The lengths of vectors are constant, so their derivatives cancel out.
+                along = (of_unit * unit).sum(1, keepdim=True)
+                gradients[i] = of_unit.addcmul_(unit, along, value=-1).div_(lengths / factor)
+        return gradients
 
 
-def _of_unscaled(of_unit: Tensor, unit: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    """Return the gradient of vectors from that of the scaled ones, which is overwritten."""
-    along = (of_unit * unit).sum(1, keepdim=True)
-    return of_unit.addcmul_(unit, along, value=-1).div_(lengths / factor)
+def has_root(distance: Any) -> bool:
+    """Return whether a distance of unit vectors is a root, whose derivative is its inverse."""
+    return not distance.is_inverted and distance.power == 1
+
+
+def _plain(vectors: Vectors) -> Tensor:
+    """Return a matrix that torch differentiates twice."""
+    x, y, distance = vectors
+    if distance.power == 1:
+        mat: Tensor = distance(x, y)
+        return mat
+    # Without a root, which has no derivative at 0.
+    a = F.normalize(x)
+    b = a if y is None else F.normalize(y)
+    return a.square().sum(1, keepdim=True) + b.square().sum(1) - 2 * a @ b.T
+
+
+def _by_torch(
+    vectors: Vectors, mat: Tensor, of_mat: Tensor, needed: tuple[bool, bool]
+) -> list[Tensor | None]:
+    """Return the gradients of vectors from that of their plain matrix, for a second derivative."""
+    both = zip((vectors.x, vectors.y), needed, strict=True)
+    inputs = [tensor for tensor, need in both if need and tensor is not None]
+    gradients = iter(torch.autograd.grad(mat, inputs, of_mat, create_graph=True))
+    return [next(gradients) if need else None for need in needed]
 
 
 def labelled_pairs(labels: Tensor, ref_labels: Tensor, itself: int | None) -> Pairs:
@@ -155,7 +215,7 @@ def labelled_pairs(labels: Tensor, ref_labels: Tensor, itself: int | None) -> Pa
     columns = order[torch.arange(len(rows), device=rows.device) + skipped[rows]]
     equal = rows, columns
     if itself is not None:
-        other = columns - rows != itself
+        (other,) = torch.where(columns - rows != itself)
         rows = rows[other]
         columns = columns[other]
     return Pairs(
@@ -174,18 +234,25 @@ def column_of_anchors(labels: Tensor, ref_labels: Tensor) -> int | None:
     return first_row()
 
 
-def listed_pairs(mat: Tensor, indices: Any, repeated: bool) -> Pairs:
+def listed_pairs(mat: Tensor | Vectors, indices: Any, repeated: bool) -> Pairs:
     """Return the pairs of four index tensors: anchors, positives, anchors, negatives.
 
     If not `repeated`, a pair that is listed several times counts once.
     """
     a1, p, a2, n = indices
-    single = mat.new_ones(())
-    counts = torch.zeros_like(mat).index_put_((a2, n), single, accumulate=repeated)
+    if isinstance(mat, Vectors):
+        counts = mat.x.new_zeros(len(mat.x), len(mat.x if mat.y is None else mat.y))
+    else:
+        counts = torch.zeros_like(mat)
+    single = counts.new_ones(())
+    counts.index_put_((a2, n), single, accumulate=repeated)
     # The logarithms of all entries would take long: most are of 0.
-    weights = torch.full_like(mat, -torch.inf).index_put_((a2, n), counts[a2, n].log())
+    weights = torch.full_like(counts, -torch.inf).index_put_((a2, n), counts[a2, n].log())
     if not repeated:
-        a1, p = torch.where(torch.zeros_like(mat).index_put_((a1, p), single))
+        a1, p = torch.where(counts.zero_().index_put_((a1, p), single))
+    elif (a1[1:] < a1[:-1]).any():
+        a1, order = torch.sort(a1, stable=True)
+        p = p[order]
     return Pairs(a1, p, (a1[:0], p[:0]), weights=weights, negatives=len(a2))
 
 
@@ -198,132 +265,208 @@ def nearness(distance: Any, factor: float) -> float:
 
 def scaled(factor: float) -> Exponents:
     """Return exponents that are proportional to the matrix."""
-    return lambda mat, rows: (mat * factor, factor)
+    return lambda mat, rows: (mat.mul_(factor), factor)
 
 
-def against_others(mat: Tensor, exponents: Exponents, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def against_others(
+    mat: Tensor | Vectors, exponents: Exponents, pairs: Pairs
+) -> tuple[Tensor, Tensor]:
     """Return log Σ exp(exponents) of the negatives of each anchor, and the positive pairs' values.
 
     Args:
-        mat: distances or similarities (N, M) of the anchors and the other items.
-        exponents: the exponents as a function of `mat`.
+        mat: distances or similarities (N, M) of the anchors and the other items, or `compared`.
+        exponents: the exponents as a function of the matrix.
         pairs: which pairs are positive and which are negative.
 
     Returns:
         The logarithms (N,), the lowest number for an anchor without negatives, and the entries (P,)
-        of `mat` at the positive pairs.
+        of the matrix at the positive pairs.
     """
-    sums, values, _ = _Sums.apply(mat, exponents, pairs, False)
+    sums, values, _ = _sums(mat, exponents, pairs, False)
     return sums, values
 
 
 def excesses_over_others(
-    mat: Tensor, exponents: Exponents, pairs: Pairs
+    mat: Tensor | Vectors, exponents: Exponents, pairs: Pairs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return Σ max(0, exponent) of the negatives of each anchor instead of log Σ exp(exponent).
 
     Returns:
         The sums (N,), the positive pairs' values (P,), and the numbers (N,) of exponents above 0.
     """
-    sums, values, counts = _Sums.apply(mat, exponents, pairs, True)
-    return sums, values, counts
+    return _sums(mat, exponents, pairs, True)
+
+
+def _sums(mat: Tensor | Vectors, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    vectors = (None, *mat) if isinstance(mat, Vectors) else (mat, None, None, None)
+    sums: tuple[Tensor, Tensor, Tensor] = _Sums.apply(*vectors, *arguments)
+    return sums
 
 
 class _Sums(torch.autograd.Function):
+    """Sums of a matrix, or of vectors whose matrix is compared, summed and differentiated by rows.
+
+    Each row of the matrix is replaced by the derivative of its sum, or of its sum of exponentials.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, mat: Tensor, exponents: Exponents, pairs: Pairs, hinge: bool
+        ctx: Any,
+        mat: Tensor | None,
+        x: Tensor,
+        y: Tensor | None,
+        distance: Any,
+        exponents: Exponents,
+        pairs: Pairs,
+        hinge: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        sums = mat.new_empty(len(mat))
-        counts = None
-        if hinge:
-            counts = torch.empty_like(sums, dtype=torch.int64)
-            ctx.mark_non_differentiable(counts)
-        lowest = torch.finfo(mat.dtype).min
-        for rows, not_negative in _blocks(mat, pairs):
-            powers, _ = _of_negatives(mat, exponents, pairs, rows, not_negative)
-            if counts is not None:
-                sums[rows] = powers.relu_().sum(1)
-                counts[rows] = powers.sign_().sum(1)
+        units: Sequence[Tensor] = ()
+        if mat is None:
+            units = _Units.of(x, y)
+            compare = units.comparison(distance)
+            slopes = x.new_empty(len(x), len(units.columns))
+        else:
+            slopes = torch.empty_like(mat)
+        low = _lowest_exponent(slopes)
+        lowest = torch.finfo(slopes.dtype).min
+        values = []
+        totals = []
+        tops = []
+        counts = []
+        scale = 1.0
+        for rows, not_negative, positive, _ in _blocks(slopes, pairs):
+            block = slopes[rows]
+            if mat is None:
+                compare(rows, block)
+            else:
+                block.copy_(mat[rows])
+            values.append(block[positive])
+            roots = None
+            if distance is not None and has_root(distance):
+                # A distance of 0 has no derivative.
+                roots = F.threshold(block, 0, torch.inf)
+            powers, derivative = _of_negatives(block, exponents, pairs, rows, not_negative)
+            if hinge:
+                totals.append(powers.relu_().sum(1))
+                counts.append(powers.sign_().sum(1))
+            else:
+                top = powers.amax(1, keepdim=True).clamp_(min=lowest)
+                # Lower exponents change no digit of a sum. A CPU computes exponentials that are
+                # subnormal or round to 0 twenty to eighty times as slowly.
+                powers.sub_(top).clamp_(min=low).exp_()
+                totals.append(powers.sum(1))
+                tops.append(top)
+                F.threshold(powers, 1.01 * math.exp(low), 0, inplace=True)
+            if roots is not None:
+                powers.div_(roots)
+            if isinstance(derivative, Tensor):
+                torch.mul(powers, derivative, out=block)
                 continue
-            top = powers.amax(1, keepdim=True).clamp_(min=lowest)
-            total = powers.sub_(top).clamp_(min=_lowest_exponent(mat)).exp_().sum(1)
-            sums[rows] = total.log_().add_(top.squeeze(1)).clamp_(min=lowest)
-        ctx.save_for_backward(mat, sums)
-        ctx.arguments = exponents, pairs, hinge
-        return sums, mat[pairs.anchors, pairs.positives], counts
+            scale = derivative
+            if powers is not block:
+                block.copy_(powers)
+        total = torch.cat(totals)
+        ctx.arguments = distance, exponents, pairs, hinge, scale
+        of_values = torch.cat(values)
+        if hinge:
+            counted = torch.cat(counts).to(torch.int64)
+            ctx.mark_non_differentiable(counted)
+            ctx.save_for_backward(mat, x, y, slopes, of_values, None, total, *units)
+            return total, of_values, counted
+        sums = total.log().add_(torch.cat(tops).squeeze(1)).clamp_(min=lowest)
+        ctx.save_for_backward(mat, x, y, slopes, of_values, total, sums, *units)
+        return sums, of_values, None
 
     @staticmethod
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         of_sums, of_values, _ = of_outputs
-        mat, sums = ctx.saved_tensors
-        exponents, pairs, hinge = ctx.arguments
-        low = _lowest_exponent(mat)
-        limit = 1.01 * math.exp(low)
+        mat, x, y, slopes, values, total, sums, *units = ctx.saved_tensors
+        distance, exponents, pairs, hinge, scale = ctx.arguments
+        vectors = Vectors(x, y, distance)
+        needed = ctx.needs_input_grad[1:3]
+        unused = (None,) * 4
         if torch.is_grad_enabled():
-            # A second derivative needs the exponentials. `where` keeps out that of the distance of
-            # an item from itself, which is NaN.
+            # A second derivative needs the exponentials.
+            matrix = _plain(vectors) if mat is None else mat
             every = slice(None)
-            powers, slopes = _of_negatives(mat, exponents, pairs, every, pairs.not_negative)
-            slopes = of_sums.unsqueeze(1) * slopes
+            powers, factors = _of_negatives(
+                matrix.clone(), exponents, pairs, every, pairs.not_negative
+            )
             if hinge:
                 kept = powers > 0
-                shares = kept.to(mat.dtype)
+                shares = kept.to(powers.dtype)
             else:
-                shares = (powers - sums.unsqueeze(1)).clamp(min=low).exp()
-                kept = shares > limit
-            gradient = torch.where(kept, shares * slopes, 0)
-        else:
-            gradient = torch.empty_like(mat)
-            # A factor of an exponential is part of the exponent, so that no product is subnormal.
-            shifts = (sums - of_sums.abs().log()).unsqueeze(1)
-            factors = of_sums.unsqueeze(1)
-            if not hinge:
-                factors = factors.sign()
-            for rows, not_negative in _blocks(mat, pairs):
-                powers, slopes = _of_negatives(mat, exponents, pairs, rows, not_negative)
-                if hinge:
-                    shares = powers.gt_(0)
-                else:
-                    shares = powers.sub_(shifts[rows]).clamp_(min=low).exp_()
-                    shares = F.threshold(shares, limit, 0, inplace=True)
-                torch.mul(shares, factors[rows] * slopes, out=gradient[rows])
-            of_values = F.hardshrink(of_values, limit)
-        # A positive pair may be listed twice.
-        gradient.index_put_((pairs.anchors, pairs.positives), of_values, accumulate=True)
-        return gradient, None, None, None
+                powers = powers - sums.unsqueeze(1)
+                kept = powers > _lowest_exponent(powers)
+                shares = powers.exp()
+            # `where` keeps out the derivative of the distance of an item from itself, which is NaN.
+            gradient = torch.where(kept, shares * (of_sums.unsqueeze(1) * factors), 0)
+            # A positive pair may be listed twice.
+            places = pairs.anchors, pairs.positives
+            gradient.index_put_(places, of_values, accumulate=True)
+            if mat is None:
+                return (None, *_by_torch(vectors, matrix, gradient, needed), *unused)
+            return (gradient, None, None, *unused)
+        # No product is subnormal, which would take a CPU long.
+        limit = math.sqrt(torch.finfo(slopes.dtype).tiny)
+        factors = of_sums.unsqueeze(1) * scale
+        if not hinge:
+            factors /= total.unsqueeze(1)
+        factors = F.hardshrink(factors, limit)
+        if distance is not None and has_root(distance):
+            of_values = of_values / F.threshold(values, 0, torch.inf)
+        of_values = F.hardshrink(of_values, limit)
+
+        if mat is not None:
+            gradient = slopes * factors
+            gradient.index_put_((pairs.anchors, pairs.positives), of_values, accumulate=True)
+            return (gradient, None, None, *unused)
+
+        def gradients() -> Iterator[tuple[slice, Tensor]]:
+            for rows, _, positive, part in _blocks(slopes, pairs):
+                gradient = slopes[rows] * factors[rows]
+                yield rows, gradient.index_put_(positive, of_values[part], accumulate=True)
+
+        return (None, *_Units(*units).unscaled(vectors, needed, gradients()), *unused)
 
 
-def _blocks(mat: Tensor, pairs: Pairs) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-    """Yield rows of a matrix of pairs, and the indices within them that are not negative."""
-    rows, columns = pairs.not_negative
+Places = tuple[Tensor, Tensor]
+
+
+def _blocks(mat: Tensor, pairs: Pairs) -> Iterator[tuple[slice, Places, Places, slice]]:
+    """Yield rows of a matrix of pairs, the places in them that are not negative and those that are
+    positive, and which of all positive pairs these are.
+    """
     step = len(mat)
     # A GPU computes faster the more pairs it has at once.
     if mat.device.type == "cpu":
         step = max(1, ENTRIES // max(1, mat.shape[1]))
     if step >= len(mat):
-        yield slice(None), pairs.not_negative
+        every = slice(None)
+        yield every, pairs.not_negative, (pairs.anchors, pairs.positives), every
         return
     starts = torch.arange(0, len(mat) + step, step)
-    ends = torch.searchsorted(rows, starts.to(rows.dtype)).tolist()
-    for start, low, high in zip(starts.tolist(), ends[:-1], ends[1:], strict=False):
-        yield slice(start, start + step), (rows[low:high] - start, columns[low:high])
+    lists = pairs.not_negative, (pairs.anchors, pairs.positives)
+    ends = [torch.searchsorted(rows, starts.to(rows.dtype)).tolist() for rows, _ in lists]
+    for i, start in enumerate(starts[:-1].tolist()):
+        parts = [slice(end[i], end[i + 1]) for end in ends]
+        places = [(r[part] - start, c[part]) for (r, c), part in zip(lists, parts, strict=True)]
+        yield slice(start, start + step), places[0], places[1], parts[1]
 
 
 def _lowest_exponent(mat: Tensor) -> float:
-    # Exponentials that are subnormal or round to 0 take a CPU twenty to eighty times as long.
-    return 0.9 * math.log(torch.finfo(mat.dtype).tiny)
+    return 2 * math.log(torch.finfo(mat.dtype).eps)
 
 
 def _of_negatives(
-    mat: Tensor,
+    block: Tensor,
     exponents: Exponents,
     pairs: Pairs,
     rows: slice,
     not_negative: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor | float]:
     """Return the exponents of rows, −∞ for pairs that are not negative, and their derivative."""
-    powers, slopes = exponents(mat[rows], rows)
+    powers, slopes = exponents(block, rows)
     if pairs.weights is not None:
         powers += pairs.weights[rows]
     return powers.index_put_(not_negative, powers.new_full((), -torch.inf)), slopes

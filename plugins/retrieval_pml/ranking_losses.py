@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from retrieval_pml.pair_sums import (
     against_others,
+    compared,
     labelled_pairs,
     log_sums,
-    matrix_of,
     nearness,
     scaled,
 )
@@ -169,7 +169,7 @@ class InstanceLoss(losses.InstanceLoss):
     ) -> Any:
         """Return the items' losses, in the format of pytorch-metric-learning's reducers."""
         pairs = labelled_pairs(labels, labels, itself=None)
-        mat = matrix_of(self.distance, embeddings, embeddings)
+        mat = compared(self.distance, embeddings, embeddings)
         push, values = against_others(mat, scaled(self.gamma), pairs)
         pull = log_sums(self.gamma * values, pairs.anchors, len(labels))
         return item_losses(F.softplus(push - pull))
@@ -207,7 +207,7 @@ class NCALoss(losses.NCALoss):
         pairs = labelled_pairs(query_labels, reference_labels, itself)
         if len(pairs.anchors) == 0:
             return self.zero_losses()
-        mat = matrix_of(self.distance, query, reference)
+        mat = compared(self.distance, query, reference)
         push, values = against_others(mat, scaled(scale), pairs)
         neighbours = log_sums(scale * values, pairs.anchors, len(query))
         kept = torch.unique_consecutive(pairs.anchors)

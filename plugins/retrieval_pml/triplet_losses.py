@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from retrieval_pml.pair_sums import (
     Pairs,
     column_of_anchors,
+    compared,
     excesses_over_others,
     labelled_pairs,
     loss_of_sum,
@@ -214,8 +215,8 @@ class MarginLoss(losses.MarginLoss):
         triplets = positives * negatives
         if not bool(triplets.any()):
             return self.zero_losses()
-        mat = matrix_of(self.distance, embeddings, ref_emb)
-        beta = self.beta.to(mat)
+        mat = compared(self.distance, embeddings, ref_emb)
+        beta = self.beta.to(embeddings)
         # Without boundaries per class, each item reads the single one in row 0.
         edge = beta[labels if len(beta) > 1 else labels * 0]
         slope = nearness(self.distance, 1)
