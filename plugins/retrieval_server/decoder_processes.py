@@ -172,7 +172,7 @@ class Decoders:
                     worker = None
             if worker is None:
                 return self._start()
-            if worker.process.is_alive():
+            if worker.is_alive():
                 return worker
             # The system or a person killed it while it was idle.
             self._end(worker)
@@ -224,6 +224,17 @@ class _Worker:
         # The process ends when its socket closes.
         if hasattr(self, "pipe"):
             self.pipe.close()
+
+    def is_alive(self) -> bool:
+        """Whether the idle process still has its end of the socket."""
+        # `Process.is_alive` takes as long as the rest of an exchange.
+        try:
+            self.pipe.setblocking(False)
+            return bool(self.pipe.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:  # this end is closed too
+            return False
 
     def ask(self, job: Job, longest: int) -> Decoded | bytes | str:
         """Send a job and return pixels, a file's bytes, or, as text, an error message.

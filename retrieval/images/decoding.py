@@ -285,7 +285,7 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
     if address_of(path):
         return read_remote(path, name, limits.bytes)
     try:
-        status = Path(path).stat()
+        status = os.stat(path)  # noqa: PTH116  # an eighth of the time of Path.stat
         if stat.S_ISDIR(status.st_mode):
             raise DataError(f"{name} is a folder, not an image.")
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or device might never end

@@ -378,7 +378,8 @@ class Preprocessing:
         Raises:
             DataError: the image's colour space cannot be converted.
         """
-        image = to_mode(image, "L" if self.channels == 1 else "RGB")
+        mode: Literal["L", "RGB"] = "L" if self.channels == 1 else "RGB"
+        image = to_mode(image, mode)
         height, width = self.size
         resample = Image.Resampling[self.interpolation.upper()]
         resized = (width, height)
@@ -392,9 +393,11 @@ class Preprocessing:
             left = _centred(resized[0], width)
             top = _centred(resized[1], height)
             image = image.crop((left, top, left + width, top + height))
-        # `tobytes` takes half as long as Pillow's array interface.
-        pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(height, width, self.channels)
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+        pixels = np.empty(self.shape, np.uint8)
+        # A band at a time takes half as long as the transpose of an array (H, W, channels).
+        for plane, band in zip(pixels, mode, strict=True):
+            plane[:] = np.frombuffer(image.tobytes("raw", band), np.uint8).reshape(height, width)
+        return pixels
 
 
 def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
