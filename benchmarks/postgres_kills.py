@@ -70,12 +70,12 @@ class Writer(threading.Thread):
         self.before = state
         self.after = state
         self.random = random.Random(seed)
-        self.running = ""
+        self.running = "open"
         self.acknowledged = 0
 
     def run(self) -> None:
         """Make random calls until one fails."""
-        with store_place(f"{ADDRESS}?timeout=0.1").open() as store, suppress(StoreError):
+        with suppress(StoreError), store_place(f"{ADDRESS}?timeout=0.1").open() as store:
             while True:
                 self.running, self.after, call = self.choose(store)
                 call()
@@ -168,6 +168,8 @@ def kills(server: Any, count: int, seed: int) -> dict[str, Any]:
         careless = Careless(first)
         for thread in (*writers, careless):
             thread.start()
+        while not all(writer.acknowledged for writer in writers):
+            time.sleep(0.001)
         time.sleep(chance.expovariate(1 / MEAN_SECONDS))
         kill(server)
         for thread in (*writers, careless):

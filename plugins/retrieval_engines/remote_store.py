@@ -242,11 +242,11 @@ class RemoteStore(EngineCalls):
         return self._put(items, bundle)[0]
 
     def _put(
-        self, items: Sequence[Item], bundle: str, known: Mapping[str, str] | None = None
+        self, items: Sequence[Item], bundle: str, known: Mapping[str, Row] | None = None
     ) -> tuple[int, set[str]]:
         """Write items; return the number of those that existed, and the ids that were left out.
 
-        With the `known` version of each item, those that have another one by now are left out.
+        With the `known` row of each item, those that have another version by now are left out.
         """
         with self._writing():
             register = self._writable()
@@ -272,11 +272,14 @@ class RemoteStore(EngineCalls):
             missed: set[str] = set()
             if known is None:
                 self._write_rows(served, rows)
+                while undone := self._undone(register, {row.id: row.version for row in rows}):
+                    self._write_rows(served, [row for row in rows if row.id in undone])
+                    self._delete_originals(undone.values())
             else:
                 missed = self._exchange_rows(served, rows, known)
             # What had a known version does not have it any more, whoever wrote.
             self._delete_originals(
-                row for row in replaced if known is None or known.get(row.id) == row.version
+                row for row in replaced if known is None or known[row.id].version == row.version
             )
             self._delete_originals(row for row in rows if row.id in missed)
             if self._was_switched(served):
@@ -306,20 +309,31 @@ class RemoteStore(EngineCalls):
             items = [row.item().changed(changes) for row in rows]
             originals = self.originals(row.id for row in rows if row.pieces is not None)
             items = [replace(item, original=originals.get(item.id)) for item in items]
-            missed = self._put(items, bundle, {row.id: row.version for row in rows})[1]
+            missed = self._put(items, bundle, {row.id: row for row in rows})[1]
             count += len(items) - len(missed)
             ids = sorted(missed)
         return count
 
     def _exchange_rows(
-        self, generation: Generation, rows: Sequence[Row], known: Mapping[str, str]
+        self, generation: Generation, rows: Sequence[Row], known: Mapping[str, Row]
     ) -> set[str]:
-        """Write rows that replace those of the known versions; return the ids of all others.
+        """Write rows that replace the known versions; return the ids that have another by now.
 
         Here nobody writes meanwhile, which an "atomic" store excludes.
         """
         self._write_rows(generation, rows)
         return set()
+
+    def _undone(
+        self, register: RegisterContent, written: Mapping[str, str | None]
+    ) -> dict[str, Row]:
+        """Return by id what `_exchange_rows` of another process wrote over rows of this one.
+
+        Args:
+            register: the register as it was before the rows were written.
+            written: version of each row; None for one that was deleted.
+        """
+        return {}
 
     def _write_pieces(self, owner: str, content: Iterable[bytes]) -> int:
         """Store bytes as pieces `owner`.0 and so on; return the number of pieces."""
@@ -369,13 +383,17 @@ class RemoteStore(EngineCalls):
         deleted: set[str] = set()
         with self._writing():
             while True:
-                served = self._writable().served
+                register = self._writable()
+                served = register.served
                 rows = self._read_rows(served, ids)
                 if filter is not None:
                     rows += self._all_rows(served, self._conditions(filter))
                 matching = {row.id: row for row in rows}
                 if matching:
                     self._delete_rows(served, list(matching))
+                    while undone := self._undone(register, dict.fromkeys(matching)):
+                        self._delete_rows(served, list(undone))
+                        rows += undone.values()
                     deleted |= matching.keys()
                 self._delete_originals(rows)
                 # If another process has switched meanwhile, the new generation has the items.

@@ -3,6 +3,8 @@
 import hashlib
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ from retrieval.client import Client, Retries
 from retrieval.errors import ServerError
 from retrieval.plugin import stores
 from retrieval.store.filters import parse_filter
+from wire import until
 
 from retrieval_engines import testing
 from retrieval_engines.register import REGISTER
@@ -201,6 +204,38 @@ def test_two_who_change_an_item_at_once_lose_nothing(index):
     assert (item.label, item.metadata) == ("5", {"n": 5, "m": 5})
     assert index.original("a") == b"x" * 50_000
     assert not [row for row in index._all_rows(REGISTER) if row.id.startswith(CLAIM)]
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_what_is_added_or_deleted_beside_a_change_is_not_undone(index, deletes):
+    """The change has read the old item, and writes it after the other has written."""
+    index.upsert([random_item(id, original=b"x" * 50_000) for id in "ab"], SERVED)
+    new = random_item("a", 1, label="new", original=b"y")
+    place = MilvusPlace(stores.Address.parse(index.address))
+    with place.open() as other, ThreadPoolExecutor(1) as pool:
+        exchange = index._exchange_rows
+        writes = []
+
+        def late(*arguments):
+            work = partial(other.upsert, [new], SERVED)
+            if deletes:
+                work = partial(other.delete, ["a"])
+            writes.append(pool.submit(work))
+            seen = [] if deletes else ["new"]
+            until(lambda: [row.record["label"] for row in index._read_rows(*read)] == seen)
+            return exchange(*arguments)
+
+        read = (index.generations()[0], ["a"])
+        index._exchange_rows = late
+        assert index.update(["a", "b"], {"metadata": {"n": 1}}, SERVED) == 2
+        assert writes[0].result() == 1
+    items = index.get("ab")
+    assert items.pop("b").metadata == {"n": 1}
+    assert index.original("a") == (None if deletes else b"y")
+    assert items == ({} if deletes else {"a": replace(new, arrays={}, original=None)})
+    pieces = [row.id for row in index._all_rows(REGISTER) if len(row.id) > 32]
+    # One is of the bundle, and two are of "b".
+    assert len(pieces) == 3 + (not deletes), pieces
 
 
 def test_who_meets_anothers_change_is_told_and_who_died_is_forgotten(index):

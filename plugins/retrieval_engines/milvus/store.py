@@ -22,7 +22,7 @@ from retrieval.store.contract import StoreUnavailable, stop_at
 from retrieval.store.items import VECTOR, Floats, Generation
 
 from retrieval_engines.engine_calls import EXACT, Conditions, one_line
-from retrieval_engines.register import REGISTER
+from retrieval_engines.register import REGISTER, RegisterContent
 from retrieval_engines.remote_store import RemoteStore
 from retrieval_engines.rows import Row
 
@@ -61,6 +61,8 @@ BAD_TLS = re.compile("WRONG_VERSION_NUMBER|CERTIFICATE_VERIFY_FAILED|security ha
 # Rows of the register that name who changes items now, and how long they count.
 CLAIM = "changing "
 CLAIM_SECONDS = 60.0
+# Note with the name of the last claim.
+CHANGED = "changed"
 PLAIN = re.compile(r"[\w .,:;/@#+-]*")
 """Text and names that need no escaping in an expression; filters with any other are refused."""
 
@@ -255,33 +257,74 @@ class MilvusStore(RemoteStore):
         Who claims writes a row before reading those of all rivals. So of two who claim at once, at
         least one sees the other; whoever sees another withdraws.
         """
-        end = min(time.monotonic() + self.timeout, stop_at())
+        end = self._patience()
         while True:
             name = f"{CLAIM}{uuid.uuid4().hex}"
             claim = Row({"id": name, "seconds": time.time()}, {})
             self._write_rows(REGISTER, [claim])
-            try:
-                rows = self._read_page(REGISTER, (), CLAIM, KEYS)
-                rivals = [
-                    row.id
-                    for row in rows
-                    if row.id.startswith(CLAIM)
-                    and row.id != name
-                    # Whoever died cannot withdraw.
-                    and abs(time.time() - row.record["seconds"]) < CLAIM_SECONDS
-                ]
-                if not rivals:
+            if self._claims() == {name}:
+                try:
                     yield
-                    return
-            finally:
-                self._delete_rows(REGISTER, [name])
-            if time.monotonic() > end:
-                raise StoreUnavailable(
-                    f"Another process changes items of {self.address}, or died while it did."
-                    f" Milvus cannot keep two changes at once. Try again in {CLAIM_SECONDS:.0f}"
-                    " seconds."
-                )
-            time.sleep(random.uniform(0.02, 0.3))
+                finally:
+                    # Whoever reads no claim afterwards reads that there was one.
+                    self._write_notes({CHANGED: name})
+                    self._delete_rows(REGISTER, [name])
+                return
+            self._delete_rows(REGISTER, [name])
+            self._wait_for_claims(end)
+
+    def _claims(self) -> set[str]:
+        """Return the claims of all who change items now."""
+        rows = self._read_page(REGISTER, (), CLAIM, KEYS)
+        return {
+            row.id
+            for row in rows
+            if row.id.startswith(CLAIM)
+            # Whoever died cannot withdraw.
+            and abs(time.time() - row.record["seconds"]) < CLAIM_SECONDS
+        }
+
+    def _patience(self) -> float:
+        """Return the time at which a call that waits for others gives up."""
+        return min(time.monotonic() + self.timeout, stop_at())
+
+    def _wait_for_claims(self, end: float) -> None:
+        if time.monotonic() > end:
+            raise StoreUnavailable(
+                f"Another process changes items of {self.address}, or died while it did. Milvus"
+                f" cannot keep two changes at once. Try again in {CLAIM_SECONDS:.0f} seconds."
+            )
+        time.sleep(random.uniform(0.02, 0.3))
+
+    def _exchange_rows(
+        self, generation: Generation, rows: Sequence[Row], known: Mapping[str, Row]
+    ) -> set[str]:
+        # The root of a changed row is the version of the row that was added.
+        changed = []
+        for row in rows:
+            root = known[row.id].record.get("root", known[row.id].version)
+            changed.append(Row({**row.record, "root": root}, row.arrays))
+        return super()._exchange_rows(generation, changed, known)
+
+    def _undone(
+        self, register: RegisterContent, written: Mapping[str, str | None]
+    ) -> dict[str, Row]:
+        """Return what changes wrote over rows; see `RemoteStore`.
+
+        A change that read an item before it was written, and writes it later, had claimed the index
+        by then: either its claim is still there, or the register says that there was one.
+        """
+        claims = self._claims()
+        end = self._patience()
+        while claims and claims & self._claims():
+            self._wait_for_claims(end)
+        latest = self._read_register()
+        if not claims and latest.notes.get(CHANGED) == register.notes.get(CHANGED):
+            return {}
+        rows = self._read_rows(register.served, list(written))
+        return {
+            row.id: row for row in rows if row.record.get("root") not in (None, written[row.id])
+        }
 
     def _publish_write(self, generation: Generation, last: str) -> None:
         """Store the time of the last write to collection `last`; readers wait for that write."""

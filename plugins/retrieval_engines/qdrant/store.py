@@ -144,7 +144,7 @@ class QdrantStore(RemoteStore):
             self._upsert(generation.number, points, **options)
 
     def _exchange_rows(
-        self, generation: Generation, rows: Sequence[Row], known: Mapping[str, str]
+        self, generation: Generation, rows: Sequence[Row], known: Mapping[str, Row]
     ) -> set[str]:
         version = str(self._request(self._client.info).version)
         if tuple(map(int, re.findall(r"\d+", version)[:2])) < CONDITIONAL:
@@ -157,10 +157,12 @@ class QdrantStore(RemoteStore):
             models.Filter(
                 must=[
                     models.HasIdCondition(has_id=[point_of(id)]),
-                    models.FieldCondition(key="version", match=models.MatchValue(value=version)),
+                    models.FieldCondition(
+                        key="version", match=models.MatchValue(value=row.version)
+                    ),
                 ]
             )
-            for id, version in known.items()
+            for id, row in known.items()
         ]
         only = models.UpdateMode.UPDATE_ONLY
         self._write_rows(
