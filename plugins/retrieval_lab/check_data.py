@@ -169,7 +169,7 @@ def _collected(name: str, bundle: Bundle | None) -> Sources:
     """Return a source's items, as vectors if it holds only vectors or the bundle takes vectors."""
     if is_embedding(name):
         items, vectors = in_memory(Path(name))
-        return Sources([replace(item, row=row) for row, item in enumerate(items)], vectors)
+        return Sources(replace(items, rows=range(len(items))), vectors)
     if name.lower().endswith(".npz"):
         return collect([name], "features")
     if bundle is not None:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from PIL import Image
 from retrieval.base.arrays import Array, Floats32
 from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import ahead, cores
-from retrieval.base.photo_files import address_of
+from retrieval.base.photo_files import address_of, path_text
 from retrieval.base.progress import Meter
 from retrieval.bundle.bundle import Bundle, Encoded
 from retrieval.errors import DataError, listed
@@ -29,20 +29,25 @@ from retrieval.images.decoding import Limits, decode, full_size, read_image
 from retrieval.images.preprocessing import as_list, from_pixels, thumbnail, to_png
 from retrieval.index.read_embeddings import Vectors
 from retrieval.index.sources import (
+    Batch,
     Original,
     Source,
+    SourceColumns,
     Sources,
     collect,
     digest_of,
+    digests_of,
     is_embedding,
     label_text,
     originals,
     paths_of,
+    rows_at,
     state_of,
 )
 from retrieval.store.address import IndexPlace
 from retrieval.store.contract import BASE, CODE, FEATURES, VECTOR, Item, Keep, Superseded
-from retrieval.store.items import rows_of
+from retrieval.store.filters import metadata_texts
+from retrieval.store.items import ItemColumns, checked
 
 if TYPE_CHECKING:
     from retrieval.index.index import Index
@@ -50,9 +55,9 @@ if TYPE_CHECKING:
 _ITEMS_PER_READ = 1000
 _ROWS_PER_READ = 512
 _REQUESTS = 16  # photos to fetch at once from a storage, which takes about 30 ms for each
-# Encoded items are written when there are this many, when their originals have this many bytes, or
-# when this many seconds have passed. So a killed process loses little work.
-_ROWS = 4096
+# Encoded items are written when there are this many, when their arrays and originals have this many
+# bytes, or when this many seconds have passed. So a killed process loses little work.
+_ROWS = 16_384
 _BYTES = 64_000_000
 _SECONDS = 1.0
 _MAX_ATTEMPTS = 5
@@ -162,7 +167,7 @@ def add_sources(
         collected = vectors.sources
     else:
         collected = collect(named, index.bundle.manifest.input.kind)
-    refuse_twice(item.id for item in collected.items)
+    refuse_twice(collected.items.ids)
     writer = _Writer(index, strict=whole and not options.skip_bad)
     changed = 0
     for attempt in range(_MAX_ATTEMPTS):
@@ -178,8 +183,8 @@ def add_sources(
                 keep_features = FEATURES in index.generation.widths
                 results = embed_collected(
                     bundle,
+                    collected,
                     new,
-                    collected.features,
                     options,
                     keep_features=keep_features,
                     strict=writer.strict,
@@ -200,7 +205,7 @@ def add_sources(
     # With faults, the sources are not known in full: an item may seem gone that is only damaged.
     # Without, the index has every item of the sources.
     if sync and not faults and len(index) > count:
-        ids = {item.id for item in collected.items}
+        ids = set(collected.items.ids)
         surplus = [id for id in index if id not in ids]
         for start in range(0, len(surplus), _ITEMS_PER_READ):
             removed += index.store.delete(surplus[start : start + _ITEMS_PER_READ])
@@ -250,17 +255,31 @@ def add_images(
             )
     # An image in memory has no file to which the item could refer.
     keep: Keep = "nothing" if options.keep == "reference" else options.keep
-    sources = [
-        Source(str(id), label_text(label), Path(f"images[{row}]"), dict(facts), row)
-        for row, (id, label, facts) in enumerate(zip(ids, labels, metadata, strict=True))
+    ids = list(map(str, ids))
+    refuse_twice(ids)
+    described = [
+        Item(id, label_text(label), facts)
+        for id, label, facts in zip(ids, labels, metadata, strict=True)
     ]
-    refuse_twice(source.id for source in sources)
+    sources = SourceColumns(
+        ids,
+        [item.label for item in described],
+        checked(described, {}).texts,
+        [Path(f"images[{row}]") for row in range(count)],
+        range(count),
+        [None] * count,
+        [False] * count,
+        frozenset(chain.from_iterable(metadata)),
+    )
     options = replace(options, keep=keep)
     keep_features = FEATURES in index.generation.widths
     bundle = index.bundle
     writer = _Writer(index)
     if features is not None:
-        results = embed_rows(bundle, sources, features, options, keep_features=keep_features)
+        collected = Sources(sources, features)
+        results = embed_collected(
+            bundle, collected, range(count), options, keep_features=keep_features
+        )
     else:
         originals = (
             (source.item(keep), source.name, _original(source.name, content))
@@ -310,45 +329,50 @@ def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
     return DataError("\n".join([*lines, advice]))
 
 
-def refuse_twice(ids: Iterable[str]) -> None:
+def refuse_twice(ids: Sequence[str]) -> None:
     """Raise a `DataError` if several items have the same id."""
     # Of two items with one id, the later would silently replace the earlier.
+    if len(set(ids)) == len(ids):
+        return
     counts = Counter(ids)
     twice = [f"{id!r} is the id of {count} items." for id, count in counts.items() if count > 1]
-    if twice:
-        raise DataError(
-            listed("The list of items", twice)
-            + "\nGive every item an id of its own in the column 'key' or 'id' of a CSV manifest, or"
-            " add the folders one by one."
-        )
+    raise DataError(
+        listed("The list of items", twice)
+        + "\nGive every item an id of its own in the column 'key' or 'id' of a CSV manifest, or add"
+        " the folders one by one."
+    )
 
 
 def _changes(
     index: Index, bundle: Bundle, sources: Sources, limits: Limits
-) -> tuple[list[Source], int]:
+) -> tuple[Sequence[int], int]:
     """Compare items with those in the index; write items of the same content again if need be.
 
     Returns:
-        The items to embed; and the number of others whose label, metadata or path changed.
+        The rows of the items to embed; and the number of others whose label, metadata or path
+        changed.
     """
     items = sources.items
+    if not len(index):
+        return range(len(items)), 0
     # A migration may have skipped an item. Such an item has no arrays, and must be embedded even if
     # its file is unchanged. Generation 1 comes from no migration, so all its items have arrays.
     arrays = index.generation.number > 1
-    new: list[Source] = []
+    new: list[int] = []
     changed = 0
     for start in range(0, len(items), _ITEMS_PER_READ):
-        page = items[start : start + _ITEMS_PER_READ]
-        stored = index.store.get([item.id for item in page], arrays=arrays)
+        ids = items.ids[start : start + _ITEMS_PER_READ]
+        stored = index.store.get(ids, arrays=arrays)
         rewritten: dict[str, tuple[Source, str]] = {}
-        for item in page:
-            previous = stored.get(item.id)
+        for row, id in enumerate(ids, start):
+            previous = stored.get(id)
             if previous is None or (arrays and not previous.arrays):
-                new.append(item)
+                new.append(row)
                 continue
+            item = items[row]
             stamp = _stamp(item, previous, sources.features, limits)
             if _digest(stamp) != _digest(previous.stamp):
-                new.append(item)
+                new.append(row)
                 continue
             details = (item.label, item.metadata, _path(item, previous))
             other = details != (previous.label, dict(previous.metadata), previous.path)
@@ -419,24 +443,24 @@ class _Writer:
         self.added = self.changed = 0
         self.faults: list[str] = []
 
-    def take(self, results: Iterable[list[Result]], bundle: Bundle, count: int) -> None:
+    def take(self, results: Iterable[Batch], bundle: Bundle, count: int) -> None:
         """Write the `count` items that `bundle` embeds; collect the faults of unusable items."""
         # After `Superseded`, unusable items are decoded again, so their faults come again too.
         self.faults = []
         self._clear()
         with Meter("encoding", count, "items") as meter:
             for batch in results:
-                for item, fault in batch:
-                    if fault is not None:
-                        self.faults.append(fault)
-                        if not self.strict:
-                            meter.say(f"skipped: {fault}")
-                    elif item.arrays:
-                        self._waiting.append(item)
-                        self._bytes += len(item.original or b"")
+                for fault in batch.faults.values():
+                    self.faults.append(fault)
+                    if not self.strict:
+                        meter.say(f"skipped: {fault}")
+                if batch.items:
+                    self._waiting.append(batch.items)
+                    self._count += len(batch.items)
+                    self._bytes += batch.items.bytes
                 meter.update(len(batch))
                 late = time.monotonic() - self._since > _SECONDS
-                if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
+                if late or self._count >= _ROWS or self._bytes > _BYTES:
                     self._write(bundle.sha256)
         if self.strict and self.faults:
             raise _unusable(
@@ -449,78 +473,60 @@ class _Writer:
 
     def _write(self, sha256: str) -> None:
         if self._waiting:
-            changed = self._index.store.upsert(self._waiting, sha256)
+            changed = self._index.store.upsert(ItemColumns.joined(self._waiting), sha256)
             self.changed += changed
-            self.added += len(self._waiting) - changed
+            self.added += self._count - changed
         self._clear()
 
     def _clear(self) -> None:
-        self._waiting: list[Item] = []
-        self._bytes = 0
+        self._waiting: list[ItemColumns] = []
+        self._count = self._bytes = 0
         self._since = time.monotonic()
 
 
-Result = tuple[Item, str | None]
-"""An item with its arrays and None, or an item without arrays and why it cannot be used."""
 _Decoded = tuple[Item, str | None, Any]
 """An item, why it cannot be used (or None), and the encoder's input."""
 
 
 def embed_collected(
     bundle: Bundle,
-    sources: Sequence[Source],
-    features: Floats32 | None,
+    sources: Sources,
+    rows: Sequence[int],
     options: Options,
     *,
     keep_features: bool = False,
     strict: bool = False,
-) -> Iterator[list[Result]]:
-    """Embed images by `embed`, or rows of features (N, F) by `embed_rows`."""
-    if features is not None:
-        return embed_rows(
-            bundle, sources, features, options, keep_features=keep_features, strict=strict
-        )
-    items = originals(sources, options.keep)
-    return embed(bundle, items, options, keep_features=keep_features, strict=strict)
-
-
-def embed_rows(
-    bundle: Bundle,
-    sources: Sequence[Source],
-    features: Floats32,
-    options: Options,
-    *,
-    keep_features: bool = False,
-    strict: bool = False,
-) -> Iterator[list[Result]]:
-    """Encode the rows of features (N, F) that sources name; yield items as `embed` does."""
+) -> Iterator[Batch]:
+    """Embed some rows of sources; yield their items in batches, as `embed` does."""
+    if sources.features is None:
+        images = originals(sources.items.take(rows), options.keep)
+        yield from embed(bundle, images, options, keep_features=keep_features, strict=strict)
+        return
     failed = False
-    for start in range(0, len(sources), _ROWS_PER_READ):
-        block = sources[start : start + _ROWS_PER_READ]
+    for start in range(0, len(rows), _ROWS_PER_READ):
+        block = rows[start : start + _ROWS_PER_READ]
+        items = sources.items.take(block)
         # A number beyond float32 becomes infinite.
         with np.errstate(over="ignore"):
-            rows = np.asarray(features[np.array([source.row for source in block])], np.float32)
-        finite = np.atleast_1d(np.isfinite(rows.reshape(len(rows), -1)).all(axis=1)).tolist()
-        failed = failed or (strict and not all(finite))
-        arrays: dict[str, Floats32] = {}
-        if any(finite) and not failed:
-            arrays = arrays_of(bundle, rows[finite], options.batch_size, keep_features)
-        arrays_of_rows = chain(rows_of(arrays), repeat({}))
-        results: list[Result] = []
-        for source, row, is_finite in zip(block, rows, finite, strict=True):
-            fault = None
-            row_arrays: dict[str, Floats32] = {}
-            if is_finite:
-                row_arrays = next(arrays_of_rows)
-            else:
-                fault = (
-                    f"{source.name}: the vector of {source.id} holds NaN, infinity or a number"
-                    " beyond float32."
-                )
-            stamp = digest_of(row.data)
-            details = (source.id, source.label, source.metadata, None, stamp, options.keep)
-            results.append((Item(*details, arrays=row_arrays), fault))
-        yield results
+            features = np.asarray(rows_at(sources.features, block), np.float32)
+        finite = np.atleast_1d(np.isfinite(features.reshape(len(block), -1)).all(axis=1))
+        faults = {
+            id: f"{path_text(str(path))}: the vector of {id} holds NaN, infinity or a number beyond"
+            " float32."
+            for id, path, is_finite in zip(items.ids, items.paths, finite.tolist(), strict=True)
+            if not is_finite
+        }
+        failed = failed or (strict and bool(faults))
+        if failed:
+            finite[:] = False
+        if not finite.all():
+            usable = np.flatnonzero(finite)
+            items = items.take(usable.tolist())
+            features = features[usable]
+        arrays = {}
+        if len(items):
+            arrays = arrays_of(bundle, features, options.batch_size, keep_features)
+        yield Batch(items.items(options.keep, digests_of(features), arrays), faults, len(block))
 
 
 def embed(
@@ -530,7 +536,7 @@ def embed(
     *,
     keep_features: bool = False,
     strict: bool = False,
-) -> Iterator[list[Result]]:
+) -> Iterator[Batch]:
     """Decode and encode images; yield their items in order, in batches.
 
     The items have their arrays, and the size in bytes and pixels of their originals. Threads decode
@@ -571,14 +577,12 @@ def embed(
         arrays: dict[str, Floats32] = {}
         if inputs and not failed:
             arrays = arrays_of(bundle, np.stack(inputs), options.batch_size, keep_features)
-        results: list[Result] = []
-        arrays_of_rows = chain(rows_of(arrays), repeat({}))
-        for item, fault, _ in batch:
-            if fault is None:
-                item = replace(item, arrays=next(arrays_of_rows))
-            results.append((item, fault))
-        yield results
-        del batch, inputs, results  # the next batch is read without this one in memory
+        usable = [item for item, fault, _ in batch if fault is None and arrays]
+        faults = {item.id: fault for item, fault, _ in batch if fault is not None}
+        texts = metadata_texts([item.metadata for item in usable])
+        columns = replace(ItemColumns.of(usable, texts, ()), arrays=arrays)
+        yield Batch(columns, faults, len(batch))
+        del batch, inputs, usable, columns  # the next batch is read without this one in memory
 
 
 def _decode_item(

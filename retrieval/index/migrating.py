@@ -446,12 +446,12 @@ def _by_originals(
     if bundle.manifest.input.kind == "features":
         return [], _no_features(items)
     batches = embed(bundle, _originals(index, items), Options(), keep_features=keep_features)
-    results = [result for batch in batches for result in batch]
-    arrays = {item.id: item.arrays for item, fault in results if fault is None}
-    return (
-        [replace(item, arrays=arrays[item.id]) for item in items if item.id in arrays],
-        {item.id: fault for item, fault in results if fault is not None},
-    )
+    arrays: dict[str, Mapping[str, Floats]] = {}
+    faults: dict[str, str] = {}
+    for batch in batches:
+        arrays |= zip(batch.items.ids, rows_of(batch.items.arrays), strict=True)
+        faults |= batch.faults
+    return [replace(item, arrays=arrays[item.id]) for item in items if item.id in arrays], faults
 
 
 def _originals(index: Index, items: Sequence[Item]) -> Iterator[tuple[Item, str, Original]]:

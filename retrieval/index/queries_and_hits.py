@@ -239,7 +239,7 @@ def encode_files(bundle: Bundle, paths: Sequence[Path]) -> tuple[list[str], Enco
     if bundle.manifest.input.kind == "features":
         collected = collect(paths, "features")
         assert collected.features is not None
-        return [item.id for item in collected.items], bundle.encode(collected.features)
+        return list(collected.items.ids), bundle.encode(collected.features)
     for path in paths:
         if path.is_dir():
             raise DataError(f"{path} is a folder; name the query images, such as {path}/*.png.")

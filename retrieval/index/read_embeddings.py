@@ -13,6 +13,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,8 +26,17 @@ from retrieval.base.regular_files import read_plain
 from retrieval.base.strict_json import parse_json, problems_of, strict_loads
 from retrieval.errors import DataError
 from retrieval.index.parquet import Table, pyarrow, table_errors, vectors_of
-from retrieval.index.sources import PLAN, Source, Sources, are_plain, is_embedding, text_problem
-from retrieval.store.items import BASE, CODE, FEATURES, VECTOR, Floats, Item, Keep, rows_of
+from retrieval.index.sources import (
+    PLAN,
+    Batch,
+    SourceColumns,
+    Sources,
+    is_embedding,
+    rows_at,
+    text_problem,
+)
+from retrieval.store.filters import flat_texts, metadata_texts
+from retrieval.store.items import BASE, CODE, FEATURES, VECTOR, Floats, Keep, are_plain_texts
 
 if TYPE_CHECKING:
     from retrieval.index.index import Index
@@ -38,8 +48,8 @@ _PLAN_BYTES = 1_000_000
 SIZES = ("bytes", "width", "height")
 _FACTS = ("key", "label", "metadata", "stamp", "path", "bundle")
 
-EmbeddedBatches = Iterator[tuple[list[Source], dict[str, Floats]]]
-"""Batches: a list of items, and their arrays by name."""
+EmbeddedBatches = Iterator[tuple[SourceColumns, dict[str, Floats]]]
+"""Batches: items, and their arrays by name."""
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -166,28 +176,33 @@ def _numbers(table: Table, batch: Any, name: str, plan: EmbeddingPlan, first: in
     return values
 
 
-def _sources(table: str, columns: Sequence[list[Any]], plan: EmbeddingPlan) -> list[Source]:
+def _sources(table: str, columns: Sequence[list[Any]], plan: EmbeddingPlan) -> SourceColumns:
     """Return the rows of `_FACTS` as items."""
-    sources = []
-    for key, label, text, stamp, path, bundle in zip(*columns, strict=True):
-        if bundle != plan.bundle:
-            raise DataError(
-                f"{table} holds vectors of another bundle than the one that {PLAN} names."
-            )
-        try:
-            metadata = strict_loads(text)
-            # The column holds bytes, because a file's name need not be UTF-8.
-            original = None if path is None else Path(os.fsdecode(path))
-        except (ValueError, RecursionError, TypeError):
-            metadata = None
-        if key is None or stamp is None or not isinstance(metadata, dict):
-            raise DataError(f"{table} is damaged: a row of it does not describe an item.")
-        sources.append(Source(key, label, original, metadata, None, stamp))
-    if not are_plain(sources):
-        for source in sources:
-            if problem := text_problem(source.id, source.label, source.metadata):
-                raise DataError(f"{table}: {path_text(source.id[:100])}: {problem}.")
-    return sources
+    keys, labels, texts, stamps, paths, bundles = columns
+    if set(bundles) - {plan.bundle}:
+        raise DataError(f"{table} holds vectors of another bundle than the one that {PLAN} names.")
+    damaged = DataError(f"{table} is damaged: a row of it does not describe an item.")
+    try:
+        # The column holds bytes, because a file's name need not be UTF-8.
+        files = [None if path is None else Path(os.fsdecode(path)) for path in paths]
+        metadata = json.loads(f"[{','.join(texts)}]")
+        # If these values give the same texts again, then each text is sound by itself.
+        plain = flat_texts(metadata) == texts
+        if not plain:
+            metadata = list(map(strict_loads, texts))
+    except (ValueError, RecursionError, TypeError):
+        raise damaged from None
+    if None in keys or None in stamps or not set(map(type, metadata)) <= {dict}:
+        raise damaged
+    if not plain or not are_plain_texts(keys, labels, texts):
+        for key, label, content in zip(keys, labels, metadata, strict=True):
+            if problem := text_problem(key, label, content):
+                raise DataError(f"{table}: {path_text(key[:100])}: {problem}.")
+        texts = metadata_texts(metadata)
+    count = len(keys)
+    nothing = [None] * count
+    fields = frozenset(chain.from_iterable(metadata))
+    return SourceColumns(keys, labels, texts, files, nothing, stamps, [False] * count, fields)
 
 
 class Vectors:
@@ -216,47 +231,47 @@ class Vectors:
             for folder in (Path(str(name)) for name in dict.fromkeys(named))
         }
         self._refuse_unfit()
-        self.sources = Sources(
-            [
-                source
-                for folder, plan in self._plans.items()
-                for batch, _ in rows(folder, plan, ())
-                for source in batch
-            ]
+        batches = (
+            batch for folder, plan in self._plans.items() for batch, _ in rows(folder, plan, ())
         )
+        self.sources = Sources(SourceColumns.joined(batches))
 
-    def embedded(self, sources: Sequence[Source]) -> Iterator[list[tuple[Item, str | None]]]:
-        """Yield the items of `sources` in batches, as `retrieval.index.adding.embed` does.
+    def embedded(self, wanted: Sequence[int]) -> Iterator[Batch]:
+        """Yield the items of the `wanted` rows of `sources`, ascending, in batches.
 
         No item has a fault.
         """
         self._refuse_unfit()
-        missing = {source.id: source for source in sources}
-        changed = False
+        numbers = np.asarray(wanted, np.int64)
+        first = 0
         for folder, plan in self._plans.items():
-            for facts, arrays in self._arrays(folder, plan):
-                results: list[tuple[Item, str | None]] = []
-                for (key, stamp, size, width, height), row in zip(
-                    facts, rows_of(arrays), strict=True
-                ):
-                    source = missing.pop(key, None)
-                    if source is not None:
-                        changed = changed or source.recorded != stamp
-                        path = source.path
-                        if self._keep == "nothing":
-                            path = None
-                        details = (key, source.label, source.metadata, path, stamp, self._keep)
-                        results.append((Item(*details, None, size, width, height, row), None))
-                yield results
-        if missing or changed:
-            raise DataError(
-                f"{next(iter(self._plans))} was changed while it was read. Run the command again."
-            )
+            for (keys, stamps, *sizes), arrays in self._arrays(folder, plan):
+                batch = range(first, first + len(keys))
+                items = self.sources.items.take(batch)
+                if (items.ids, items.recorded) != (keys, stamps):
+                    raise self._changed_error()
+                first = batch.stop
+                start, stop = np.searchsorted(numbers, [batch.start, batch.stop])
+                chosen = (numbers[start:stop] - batch.start).tolist()
+                if len(chosen) == len(batch):
+                    chosen = range(len(batch))
+                arrays = {name: rows_at(array, chosen) for name, array in arrays.items()}
+                size_of = rows_at(list(zip(*sizes, strict=True)), chosen)
+                items = items.take(chosen)
+                stored = items.items(self._keep, items.recorded, arrays, size_of)
+                yield Batch(stored, {}, len(chosen))
+        if first != len(self.sources.items):
+            raise self._changed_error()
+
+    def _changed_error(self) -> DataError:
+        return DataError(
+            f"{next(iter(self._plans))} was changed while it was read. Run the command again."
+        )
 
     def _arrays(
         self, folder: Path, plan: EmbeddingPlan
-    ) -> Iterator[tuple[Iterator[Any], dict[str, Floats]]]:
-        """Yield batches: rows of key, stamp and sizes, and the arrays that the index stores."""
+    ) -> Iterator[tuple[list[list[Any]], dict[str, Floats]]]:
+        """Yield batches: keys, stamps and sizes, and the arrays that the index stores."""
         names = list(self._index.generation.widths)
         for number in range(plan.parts):
             with _part_table(folder, plan, number) as table:
@@ -264,7 +279,7 @@ class Vectors:
                     arrays = {name: _numbers(table, batch, name, plan, first) for name in names}
                     with table_errors(table.path):
                         columns = [batch[name].to_pylist() for name in ("key", "stamp", *SIZES)]
-                    yield zip(*columns, strict=True), arrays
+                    yield columns, arrays
 
     def _refuse_unfit(self) -> None:
         # Each time, because a migration may have changed the index's bundle since.
@@ -294,7 +309,7 @@ def _refuse_unfit(folder: Path, plan: EmbeddingPlan, index: Index) -> None:
         )
 
 
-def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Floats]:
+def in_memory(folder: Path, column: str | None = None) -> tuple[SourceColumns, Floats]:
     """Return the items of a complete folder, and their vectors in a column (N, width).
 
     The default of `column` is "features" if the folder has such a column, else "vector".
@@ -306,7 +321,7 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
             f"{folder} has no column '{name}'. If the bundle is split, embed again with --features."
         )
     batches = list(rows(folder, plan, [name]))
-    items = [item for batch, _ in batches for item in batch]
+    items = SourceColumns.joined([batch for batch, _ in batches])
     return items, np.concatenate([arrays[name] for _, arrays in batches])
 
 
@@ -338,9 +353,11 @@ class VectorRows:
 
     def labels(self) -> list[str]:
         """Return the labels in the order of the rows; raise a `DataError` if an item has none."""
-        items = [item for batch, _ in rows(self._folder, self._plan, ()) for item in batch]
-        labels = [item.label for item in items if item.label is not None]
-        missing = len(items) - len(labels)
+        stored = [
+            label for batch, _ in rows(self._folder, self._plan, ()) for label in batch.labels
+        ]
+        labels = [label for label in stored if label is not None]
+        missing = len(stored) - len(labels)
         if missing:
             raise DataError(
                 f"{missing:,} items of {self._folder} have no label, which the metrics compare."

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import sys
 import tempfile
 import zipfile
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain, repeat
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias, overload
 
 import numpy as np
 
@@ -34,9 +37,9 @@ from retrieval.base.photo_files import (
 from retrieval.errors import DataError, listed
 from retrieval.images.image_files import find_images
 from retrieval.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, refuse_many
-from retrieval.store.filters import flat_texts, metadata_text
+from retrieval.store.filters import column_texts, metadata_text, metadata_texts
 from retrieval.store.filters.tree import has_surrogate, is_long
-from retrieval.store.items import ID_CHARACTERS, Floats, Item, Keep, check_id
+from retrieval.store.items import ID_CHARACTERS, Floats, Item, ItemColumns, Keep, check_id
 
 PLAN = "embedding.json"
 """File that marks a folder of embeddings and describes it; see `embedded.EmbeddingPlan`."""
@@ -81,6 +84,11 @@ def state_of(path: Path) -> str:
 def digest_of(content: bytes | memoryview) -> str:
     """Return the SHA-256 of an original, with which its item's stamp begins."""
     return hashlib.sha256(content).hexdigest()
+
+
+def digests_of(rows: Floats32) -> list[str]:
+    """Return `digest_of` each of the rows (n, F) of features."""
+    return [hashlib.sha256(row).hexdigest() for row in np.ascontiguousarray(rows)]
 
 
 Original: TypeAlias = "Path | bytes | DataError"
@@ -136,6 +144,173 @@ class Source:
         return Item(self.id, self.label, self.metadata, path=path, stamp=stamp, keep=keep)
 
 
+@dataclass(frozen=True, eq=False)
+class SourceColumns(Sequence[Source]):
+    """Items to encode, by column, so that a million take no million objects.
+
+    As a sequence, it makes a `Source` when one is asked for.
+
+    Attributes:
+        ids, labels, paths, rows, recorded, has_id: these attributes of each item; see `Source`.
+        texts: metadata of each item as JSON.
+        fields: names of all metadata.
+    """
+
+    ids: Sequence[str]
+    labels: Sequence[str | None]
+    texts: Sequence[str]
+    paths: Sequence[Path | None]
+    rows: Sequence[int | None]
+    recorded: Sequence[str | None]
+    has_id: Sequence[bool]
+    fields: frozenset[str]
+
+    @classmethod
+    def of(cls, sources: Sequence[Source]) -> SourceColumns:
+        """Return items by column."""
+        return cls(
+            [source.id for source in sources],
+            [source.label for source in sources],
+            metadata_texts([source.metadata for source in sources]),
+            [source.path for source in sources],
+            [source.row for source in sources],
+            [source.recorded for source in sources],
+            [source.has_id for source in sources],
+            frozenset(chain.from_iterable(source.metadata for source in sources)),
+        )
+
+    @classmethod
+    def joined(cls, parts: Iterable[SourceColumns]) -> SourceColumns:
+        """Return the items of all parts, with their metadata in a file."""
+        columns: dict[str, Any] = {name: [] for name in _COLUMNS}
+        fields: set[str] = set()
+        del columns["texts"]
+        with tempfile.TemporaryFile() as file:
+            lengths = array("q")
+            for part in parts:
+                for name, column in columns.items():
+                    column.extend(getattr(part, name))
+                texts = [text.encode() for text in part.texts]
+                lengths.extend(map(len, texts))
+                file.write(b"".join(texts))
+                fields |= part.fields
+            return cls(**columns, texts=_TextFile(file, lengths), fields=frozenset(fields))
+
+    def take(self, rows: Sequence[int]) -> SourceColumns:
+        """Return the items of some rows."""
+        return replace(self, **{name: rows_at(getattr(self, name), rows) for name in _COLUMNS})
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Source: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Source]: ...
+    def __getitem__(self, index: int | slice) -> Source | list[Source]:
+        if isinstance(index, slice):
+            return list(self.take(range(len(self))[index]))
+        return _source(*(getattr(self, name)[index] for name in _COLUMNS))
+
+    def __iter__(self) -> Iterator[Source]:
+        return map(_source, *(getattr(self, name) for name in _COLUMNS))
+
+    def items(
+        self,
+        keep: Keep,
+        stamps: Sequence[str | None],
+        arrays: Mapping[str, Floats],
+        sizes: Sequence[tuple[int | None, int | None, int | None]] | None = None,
+    ) -> ItemColumns:
+        """Return the items to store, with their arrays; see `ItemColumns`."""
+        nothing = [None] * len(self)
+        paths = self.paths
+        if keep == "nothing" or set(self.rows) != {None}:
+            paths = nothing
+        return ItemColumns(
+            self.ids,
+            self.labels,
+            self.texts,
+            paths,
+            stamps,
+            [keep] * len(self),
+            nothing,
+            sizes or [(None, None, None)] * len(self),
+            arrays,
+            self.fields,
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some items that were embedded.
+
+    Attributes:
+        items: the items that can be stored, with their arrays.
+        faults: why others cannot be used, by id.
+        count: number of items that were tried. After a fault that ends the work, the others have
+            no arrays, and are not among `items`.
+    """
+
+    items: ItemColumns
+    faults: Mapping[str, str]
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class _TextFile(Sequence[str]):
+    """Texts in a mapped file without a name, where each takes eight bytes of memory.
+
+    A table of a few bytes may say the same long text of each of a million items.
+    """
+
+    def __init__(self, file: IO[bytes], lengths: Sequence[int]) -> None:
+        file.flush()
+        self._ends = np.cumsum([0, *lengths])
+        # A file of no bytes cannot be mapped.
+        self._content: Any = lengths and mmap(file.fileno(), 0, access=ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        rows = range(len(self))[index]
+        if isinstance(rows, int):
+            return self[rows : rows + 1][0]
+        ends = self._ends[rows.start : rows.stop + 1].tolist()
+        return [self._content[start:stop].decode() for start, stop in pairwise(ends)][:: rows.step]
+
+
+_COLUMNS = ("ids", "labels", "texts", "paths", "rows", "recorded", "has_id")
+
+
+def _source(
+    id: str,
+    label: str | None,
+    text: str,
+    path: Path | None,
+    row: int | None,
+    recorded: str | None,
+    has_id: bool,
+) -> Source:
+    return Source(id, label, path, json.loads(text), row, recorded, has_id)
+
+
+def rows_at(values: Any, rows: Sequence[int]) -> Any:
+    """Return some rows of a list or an array; those of a range of steps of 1 are not copied."""
+    if isinstance(rows, range) and rows.step == 1:
+        return values[rows.start : rows.stop]
+    if isinstance(values, np.ndarray):
+        return values[np.array(rows, np.int64)]
+    return [values[row] for row in rows]
+
+
 @dataclass(frozen=True)
 class Sources:
     """The items to encode, in order.
@@ -147,7 +322,7 @@ class Sources:
         left_out: one sentence per reason why files or columns were left out.
     """
 
-    items: list[Source]
+    items: SourceColumns
     features: Floats | None = None
     repeated: int = 0
     left_out: tuple[str, ...] = ()
@@ -178,33 +353,46 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     places = [_place(source, kind) for source in sources]
     if kind == "features":
         return _features([place.absolute() for place in places])
-    folders = {place for place in places if is_folder(place)}
-    items: list[Source] = []
     left_out: list[str] = []
+    items = SourceColumns.joined(_images(sources, places, left_out))
+    unique: list[int] = []
+    seen: set[object] = set()
+    for row, identity in enumerate(zip(items.paths, items.ids, strict=True)):
+        # A table may name a file under several ids, and each is an item. A file that folders or
+        # tables without ids name again is the same item.
+        if (identity if items.has_id[row] else identity[0]) not in seen:
+            unique.append(row)
+        seen.update((identity[0], identity))
+    repeated = len(items) - len(unique)
+    if repeated:
+        items = items.take(unique)
+    return Sources(items, None, repeated, tuple(left_out))
+
+
+def _images(
+    sources: Sequence[StrPath], places: Sequence[Path], left_out: list[str]
+) -> Iterator[SourceColumns]:
+    """Yield the images of files, folders and tables in blocks; extend `left_out`."""
+    folders = {place for place in places if is_folder(place)}
     for source, place in zip(sources, places, strict=True):
         if place in folders:
             images, notes = _folder(place, prefix=len(folders) > 1)
-            items += images
             left_out += notes
+            yield SourceColumns.of(images)
         elif place.name.lower().endswith(".csv"):
-            items += _listed(place, _csv(place))
+            images = _csv(place)
+            if not images:
+                raise _nothing_in(place)
+            yield SourceColumns.of(images)
         elif is_table(place.name):
             with Table(place.absolute(), "image") as table:
-                blocks = _table_items(table)
-                items += _listed(place, [item for block, _ in blocks for item in block])
-            left_out += table.left_out
+                if not table.count:
+                    raise _nothing_in(place)
+                left_out += table.left_out
+                for block, _ in _table_items(table):
+                    yield block
         else:
-            items.append(Source(path_text(source), None, whole_path(place)))
-    unique: list[Source] = []
-    seen: set[object] = set()
-    for item in items:
-        # A table may name a file under several ids, and each is an item. A file that folders or
-        # tables without ids name again is the same item.
-        identity = (item.path, item.id)
-        if (identity if item.has_id else item.path) not in seen:
-            unique.append(item)
-        seen.update((item.path, identity))
-    return Sources(unique, None, len(items) - len(unique), tuple(left_out))
+            yield SourceColumns.of([Source(path_text(source), None, whole_path(place))])
 
 
 def _place(source: object, kind: str) -> Path:
@@ -298,10 +486,8 @@ def _csv(manifest: Path) -> list[Source]:
     ]
 
 
-def _table_items(table: Table, first: int = 0) -> Iterator[tuple[list[Source], Floats32]]:
+def _table_items(table: Table) -> Iterator[tuple[SourceColumns, Floats32]]:
     """Yield the rows of a Parquet table in blocks: their items, and their features (n, F).
-
-    In a table of features, `Source.row` counts from `first`.
 
     Raises:
         DataError: some rows cannot be used. The message lists the first ten.
@@ -312,17 +498,20 @@ def _table_items(table: Table, first: int = 0) -> Iterator[tuple[list[Source], F
     for number, columns, features in table.blocks():
         count = len(features)
         nothing = [None] * count
-        metadata = _metadata_of(table, columns, count)
         paths = columns.get(table.content, nothing)
         keys = columns.get(table.key or "", paths)
         labels = columns.get(table.label or "", nothing)
-        rows: Iterable[int | None] = nothing
-        files: Iterable[Path] = repeat(table.path, count)
-        if table.has_vectors:
-            rows = range(first + number, first + number + count)
-            if not table.key:
-                keys = [f"{stem}/{number + row}" for row in range(count)]
-        if not _is_plain(table, columns):
+        files = [table.path] * count
+        if table.has_vectors and not table.key:
+            keys = [f"{stem}/{number + row}" for row in range(count)]
+        further = [_json_values(columns[name]) for name in table.metadata]
+        if _is_plain(table, columns):
+            texts = column_texts(table.metadata, further, count)
+        else:
+            metadata = [
+                dict(zip(table.metadata, row, strict=True))
+                for _, *row in zip(range(count), *further, strict=True)
+            ]
             cells = zip(paths, keys, labels, metadata, strict=True)
             faults = [_row_problem(table, *row) for row in cells]
             problems += [
@@ -333,12 +522,12 @@ def _table_items(table: Table, first: int = 0) -> Iterator[tuple[list[Source], F
                 break
             if problems:
                 continue
+            texts = metadata_texts(metadata)
         if not table.has_vectors:
             files = [whole_path(path_in(table.path.parent, path)) for path in paths]
-        ids = map(str, keys)
-        has_id = repeat(table.key is not None and not table.has_vectors)
-        texts = label_texts(labels)
-        yield list(map(Source, ids, texts, files, metadata, rows, nothing, has_id)), features
+        has_id = [table.key is not None and not table.has_vectors] * count
+        facts = (list(map(str, keys)), label_texts(labels), texts, files, nothing, nothing, has_id)
+        yield SourceColumns(*facts, frozenset(table.metadata)), features
     if problems:
         raise DataError(listed(table.name, problems[:_MAX_PROBLEMS]))
 
@@ -346,45 +535,42 @@ def _table_items(table: Table, first: int = 0) -> Iterator[tuple[list[Source], F
 def _is_plain(table: Table, columns: Mapping[str, list[Any]]) -> bool:
     """Return whether `_row_problem` certainly finds nothing in a block of rows.
 
-    That is so if the text of all rows, joined, would be valid as one row's.
+    That is so if a row that had the longest text of each column would be valid.
     """
-    texts = list(columns)
+    texts = set(columns)
+    # JSON writes a character as at most six, and a number as fewer than 30.
+    most = 30 * len(columns) + 6 * len("".join(texts))
     for name, column in columns.items():
         kinds = set(map(type, column))
-        if name not in (table.content, table.key) and NoneType in kinds:
+        is_key = name in (table.content, table.key)
+        if not is_key and NoneType in kinds:
             kinds.remove(NoneType)
             column = [cell for cell in column if cell is not None]
         if kinds == {str}:
-            if min(map(len, column)) == 0 or max(map(len, column)) > ID_CHARACTERS:
+            longest = max(map(len, column))
+            most += 6 * longest
+            if most > ITEM_CHARACTERS or (
+                is_key and (longest > ID_CHARACTERS or not min(map(len, column)))
+            ):
                 return False
-            texts += column
+            texts.update(column)
         elif kinds == {int}:
             if is_long(min(column)) or is_long(max(column)):
                 return False
-        elif kinds not in ({float}, set()) or name == table.key:
+        elif name == table.key or not kinds <= {float, bool}:
             return False
     whole = "".join(texts)
-    # JSON writes a character as at most six, and a number as fewer than 30.
-    most = 6 * len(whole) + 30 * len(columns)
-    return most <= ITEM_CHARACTERS and "\0" not in whole and not has_surrogate(whole)
+    return "\0" not in whole and not has_surrogate(whole)
 
 
-def _metadata_of(
-    table: Table, columns: Mapping[str, list[Any]], count: int
-) -> list[dict[str, Any]]:
-    """Return the metadata of `count` rows, in which NaN and infinity became null."""
-    if not table.metadata:
-        return [{} for _ in range(count)]
-    values = []
-    for name in table.metadata:
-        column = columns[name]
-        kinds = set(map(type, column))
-        if kinds == {float} and all(map(math.isfinite, column)):
-            kinds = set()
-        if not kinds <= {str, int, bool, NoneType}:
-            column = [_json_value(cell) for cell in column]
-        values.append(column)
-    return [dict(zip(table.metadata, row, strict=True)) for row in zip(*values, strict=True)]
+def _json_values(column: list[Any]) -> list[Any]:
+    """Return cells in which NaN and infinity became null."""
+    kinds = set(map(type, column))
+    if kinds <= {str, int, bool, NoneType} or (
+        kinds == {float} and all(map(math.isfinite, column))
+    ):
+        return column
+    return [_json_value(cell) for cell in column]
 
 
 def _row_problem(
@@ -399,24 +585,6 @@ def _row_problem(
     if not isinstance(label, str | int | float | None):
         return "'label' is neither text nor a number"
     return text_problem(str(key), label_text(label), metadata)
-
-
-def are_plain(sources: Sequence[Source]) -> bool:
-    """Return whether `text_problem` certainly finds nothing in items."""
-    texts = flat_texts([source.metadata for source in sources])
-    if texts is None or not sources:
-        return False
-    ids = [source.id for source in sources]
-    labels = [source.label for source in sources if source.label is not None]
-    whole = "".join(chain(ids, labels))
-    most = max(map(len, texts)) + 6 * max(map(len, labels), default=0)
-    return (
-        min(map(len, ids)) > 0
-        and max(map(len, ids)) <= ID_CHARACTERS
-        and most < ITEM_CHARACTERS
-        and "\0" not in whole
-        and not has_surrogate(whole)
-    )
 
 
 def text_problem(id: str, label: str | None, metadata: dict[str, Any]) -> str | None:
@@ -465,56 +633,55 @@ def _json_value(value: Any) -> Any:
     return value
 
 
-def _listed(path: Path, items: list[Source]) -> list[Source]:
-    """Return a table's items; raise a `DataError` if there are none."""
-    if not items:
-        raise DataError(f"{path_text(path)} lists no item.")
-    return items
+def _nothing_in(path: Path) -> DataError:
+    return DataError(f"{path_text(path)} lists no item.")
 
 
 def _features(places: list[Path]) -> Sources:
     """Return the items of Parquet tables and `.npz` files; their features are a memory map."""
-    items: list[Source] = []
     left_out: list[str] = []
     unique = dict.fromkeys(places)
-    count = 0
-    width = 0
     # A map of a file takes no memory; the file has no name, so it goes with the array.
     with tempfile.TemporaryFile() as file:
-        for place in unique:
-            for sources, features in _blocks(place, count, left_out):
-                numbers = features.shape[1]
-                if numbers > MAX_WIDTH:
-                    raise DataError(
-                        f"{path_text(place)} holds vectors of {numbers:,} numbers; at most"
-                        f" {MAX_WIDTH:,} are allowed."
-                    )
-                if width not in (0, numbers):
-                    raise DataError(
-                        f"{path_text(place)} holds vectors of {numbers:,} numbers, and an earlier"
-                        f" file of {width:,}. All vectors of an index have the same width."
-                    )
-                width = numbers
-                count += len(features)
-                items += sources
-                file.write(np.ascontiguousarray(features, "<f4").data)
-        _listed(places[0], items)
+        widths: list[int] = []
+
+        def written() -> Iterator[SourceColumns]:
+            for place in unique:
+                for items, features in _blocks(place, left_out):
+                    width = features.shape[1]
+                    if width > MAX_WIDTH:
+                        raise DataError(
+                            f"{path_text(place)} holds vectors of {width:,} numbers; at most"
+                            f" {MAX_WIDTH:,} are allowed."
+                        )
+                    if widths and width != widths[0]:
+                        raise DataError(
+                            f"{path_text(place)} holds vectors of {width:,} numbers, and an earlier"
+                            f" file of {widths[0]:,}. All vectors of an index have the same width."
+                        )
+                    widths.append(width)
+                    file.write(np.ascontiguousarray(features, "<f4").data)
+                    yield items
+
+        items = SourceColumns.joined(written())
+        if not items:
+            raise _nothing_in(places[0])
         file.flush()
+        rows = range(len(items))
         # A row of a plain array costs a hundredth of a row of a `memmap`.
-        array = np.asarray(np.memmap(file, "<f4", "r", shape=(count, width)))
-        return Sources(items, array, len(places) - len(unique), tuple(left_out))
+        features = np.asarray(np.memmap(file, "<f4", "r", shape=(len(items), widths[0])))
+        items = replace(items, rows=rows)
+        return Sources(items, features, len(places) - len(unique), tuple(left_out))
 
 
-def _blocks(
-    place: Path, first: int, left_out: list[str]
-) -> Iterator[tuple[list[Source], Floats32]]:
+def _blocks(place: Path, left_out: list[str]) -> Iterator[tuple[SourceColumns, Floats32]]:
     """Yield the items of a file and their features (n, F) in blocks; extend `left_out`."""
     if is_table(place.name):
         with Table(place, "features") as table:
             left_out += table.left_out
-            yield from _table_items(table, first)
+            yield from _table_items(table)
     else:
-        yield _npz(place, first)
+        yield _npz(place)
 
 
 @contextmanager
@@ -547,8 +714,8 @@ def npz_file(path: Path, names: Collection[str]) -> Iterator[Mapping[str, Array]
         ) from None
 
 
-def _npz(path: Path, first: int) -> tuple[list[Source], Floats32]:
-    """Return the items and features (N, F) of an `.npz` file; `first` is the first `Source.row`."""
+def _npz(path: Path) -> tuple[SourceColumns, Floats32]:
+    """Return the items and features (N, F) of an `.npz` file."""
     with npz_file(path, ("features", "vectors", "labels", "keys")) as file:
         name = next((name for name in ("features", "vectors") if name in file), None)
         if name is None:
@@ -577,10 +744,9 @@ def _npz(path: Path, first: int) -> tuple[list[Source], Floats32]:
     labels = columns.get("labels", np.full(count, "")).tolist()
     missing = {label for label in set(labels) if is_missing_text(str(label))}
     texts = label_texts([None if label in missing else label for label in labels])
-    rows = range(first, first + count)
-    items = [
-        Source(id, label, path, {}, row) for id, label, row in zip(keys, texts, rows, strict=True)
-    ]
+    nothing = [None] * count
+    facts = (keys, texts, ["{}"] * count, [path] * count, nothing, nothing, [False] * count)
+    items = SourceColumns(*facts, frozenset())
     # A number beyond float32 becomes infinite, and `embed_rows` refuses its item alone.
     with np.errstate(over="ignore"):
         return items, features.astype(np.float32, copy=False)

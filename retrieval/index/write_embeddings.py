@@ -15,9 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from retrieval.base.arrays import Floats32
 from retrieval.base.files import hold, make_folder, whole_file, write_text
 from retrieval.base.folder_kinds import StrPath
 from retrieval.base.photo_files import path_text
@@ -28,12 +25,11 @@ from retrieval.bundle.identity import identity_metadata
 from retrieval.errors import DataError, at_least_one, printable_json, valid_text
 from retrieval.host.processes import cluster_at, refuse_node
 from retrieval.images.decoding import Limits
-from retrieval.index.adding import Options, Result, embed_collected, refuse_twice
+from retrieval.index.adding import Options, embed_collected, refuse_twice
 from retrieval.index.parquet import pyarrow
 from retrieval.index.read_embeddings import BAD, SIZES, EmbeddingPlan, part_file, schema_of
-from retrieval.index.sources import PLAN, Source, Sources, collect, digest_of, paths_of
-from retrieval.store.filters import metadata_texts
-from retrieval.store.items import FEATURES, Item, widths_of
+from retrieval.index.sources import PLAN, Batch, Source, Sources, collect, digests_of, paths_of
+from retrieval.store.items import FEATURES, ItemColumns, widths_of
 
 _SMALLEST_PART, _LARGEST_PART = 256, 8192  # items of a part
 _PARTS = 1000  # number of parts to aim for
@@ -128,7 +124,7 @@ def embed_sources(
     widths = widths_of(bundle, features=bundle.features_width if options.features else None)
     with showing(progress):
         collected = collect(paths_of(sources), bundle.manifest.input.kind)
-        refuse_twice(item.id for item in collected.items)
+        refuse_twice(collected.items.ids)
         count = len(collected.items)
         plan = EmbeddingPlan(
             bundle=bundle.sha256,
@@ -203,13 +199,16 @@ def _hash_of(sources: Sources) -> str:
     """Return a hash of the keys, labels, metadata, and features or states of files of all items."""
     total = hashlib.sha256()
     encode = json.JSONEncoder(sort_keys=True).encode
-    for item in sources.items:
+    for start in range(0, len(sources.items), _GROUP_ROWS):
+        items = sources.items[start : start + _GROUP_ROWS]
+        contents: list[str | None] = []
         if sources.features is not None:
-            content: str | None = digest_of(sources.features[item.row].data)
+            contents += digests_of(sources.features[start : start + _GROUP_ROWS])
         else:
-            content = item.item().stamp
-        state = [item.id, item.label, item.metadata, item.name, content]
-        total.update(encode(state).encode("utf-8", "surrogatepass") + b"\n")
+            contents += [item.item().stamp for item in items]
+        for item, content in zip(items, contents, strict=True):
+            state = [item.id, item.label, item.metadata, item.name, content]
+            total.update(encode(state).encode("utf-8", "surrogatepass") + b"\n")
     return total.hexdigest()
 
 
@@ -219,25 +218,20 @@ BadItems = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class _Part:
-    """The items of a part, and their features (n, F), or `None` for images."""
+    """The items of a part, with their features for a bundle that takes these."""
 
     number: int
-    items: Sequence[Source]
-    features: Floats32 | None
+    sources: Sources
 
     @classmethod
     def of(cls, sources: Sources, plan: EmbeddingPlan, number: int) -> _Part:
         """Return a part of the sources."""
         rows = plan.rows(number)
-        items = sources.items[rows.start : rows.stop]
-        if sources.features is None:
-            return cls(number, items, None)
-        # A process of a cluster gets the features of its part alone.
-        items = [
-            Source(item.id, item.label, item.path, item.metadata, row)
-            for row, item in enumerate(items)
-        ]
-        return cls(number, items, sources.features[rows.start : rows.stop])
+        features = None
+        if sources.features is not None:
+            # A process of a cluster gets the features of its part alone.
+            features = sources.features[rows.start : rows.stop]
+        return cls(number, Sources(sources.items.take(rows), features))
 
 
 _EmbedParts = Callable[[Sequence[_Part]], Iterator[tuple[int, BadItems]]]
@@ -256,22 +250,26 @@ class _PartEmbedder:
 
     def __call__(self, part: _Part) -> tuple[int, BadItems]:
         """Embed and write a part; return its number, and its items that cannot be used."""
-        results = self._embedded(part.items, part.features)
+        items = part.sources.items
+        batches = self._embedded(part.sources, range(len(items)))
         identity = identity_metadata(self.bundle)
-        bad = write_part(self.folder, self.plan, part.number, part.items, results, identity)
+        bad = write_part(self.folder, self.plan, part.number, items, batches, identity)
         return part.number, bad
 
-    def _embedded(self, items: Sequence[Source], features: Floats32 | None) -> list[Result]:
+    def _embedded(self, sources: Sources, rows: Sequence[int]) -> list[Batch]:
         keep_features = FEATURES in self.plan.widths
-        batches = embed_collected(
-            self.bundle, items, features, self._options, keep_features=keep_features
-        )
         try:
-            return [result for batch in batches for result in batch]
+            return list(
+                embed_collected(
+                    self.bundle, sources, rows, self._options, keep_features=keep_features
+                )
+            )
         except DataError as fault:  # NaN for some item: find it by embedding each item alone
-            if len(items) == 1:
-                return [(items[0].item(), f"{items[0].name}: {fault}")]
-            return [result for item in items for result in self._embedded([item], features)]
+            if len(rows) == 1:
+                (source,) = sources.items.take(rows)
+                nothing = sources.items.take([]).items("nothing", [], {})
+                return [Batch(nothing, {source.id: f"{source.name}: {fault}"}, 1)]
+            return [batch for row in rows for batch in self._embedded(sources, [row])]
 
 
 def _embed_on_cluster(
@@ -356,20 +354,25 @@ def write_part(
     plan: EmbeddingPlan,
     number: int,
     part: Sequence[Source],
-    results: Sequence[Result],
+    batches: Sequence[Batch],
     identity: Mapping[bytes, bytes] = {},
 ) -> BadItems:
     """Write a part atomically; return its items that cannot be used.
 
     `identity` is the bundle's entry of the file's metadata; see `identity_metadata`.
     """
+    faults = {id: fault for batch in batches for id, fault in batch.faults.items()}
     bad = [
-        {"key": source.id, "source": source.name[:2000], "fault": fault[:_FAULT_CHARACTERS]}
-        for source, (_, fault) in zip(part, results, strict=True)
-        if fault is not None
+        {
+            "key": source.id,
+            "source": source.name[:2000],
+            "fault": faults[source.id][:_FAULT_CHARACTERS],
+        }
+        for source in (part if faults else ())
+        if source.id in faults
     ]
     pa = pyarrow()
-    table = _table(pa, plan, [item for item, fault in results if fault is None])
+    table = _table(pa, plan, [batch.items for batch in batches if batch.items])
     note = {"plan": _plan_hash(plan), "part": number, "bad": bad}
     table = table.replace_schema_metadata({_NOTE_KEY: json.dumps(note).encode(), **identity})
     # Compress only text; vectors look random and would not shrink.
@@ -388,20 +391,22 @@ def write_part(
     return bad
 
 
-def _table(pa: Any, plan: EmbeddingPlan, items: Sequence[Item]) -> Any:
+def _table(pa: Any, plan: EmbeddingPlan, batches: Sequence[ItemColumns]) -> Any:
     """Return the usable items of a part as a pyarrow table."""
+    if not batches:
+        return schema_of(plan).empty_table()
+    items = ItemColumns.joined(batches)
     columns: dict[str, Any] = {
-        "key": [item.id for item in items],
-        "label": [item.label for item in items],
-        "metadata": metadata_texts([item.metadata for item in items]),
-        "stamp": [item.stamp for item in items],
-        "path": [item.path and os.fsencode(item.path) for item in items],
-        **{name: [getattr(item, name) for item in items] for name in SIZES},
+        "key": items.ids,
+        "label": items.labels,
+        "metadata": items.texts,
+        "stamp": items.stamps,
+        "path": [path and os.fsencode(path) for path in items.paths],
+        **dict(zip(SIZES, zip(*items.sizes, strict=True), strict=True)),
         "bundle": [plan.bundle] * len(items),
     }
     for name, width in plan.widths.items():
-        values = [item.arrays[name] for item in items]
-        flat = pa.array(np.concatenate(values) if values else [], pa.float32())
+        flat = pa.array(items.arrays[name].ravel(), pa.float32())
         columns[name] = pa.FixedSizeListArray.from_arrays(flat, width)
     return pa.table(columns, schema_of(plan))
 

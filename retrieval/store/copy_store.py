@@ -92,8 +92,8 @@ def copy_items(
 
 def _add_without_arrays(copy: LocalStore, items: Sequence[Item]) -> None:
     """Write items for which the served generation has no arrays."""
-    texts = checked(items, {})
+    columns = checked(items, {})
     with copy.record.writing() as (connection, _):
         number = served_generation(connection).number
-        rows = [(number, n) for n in insert_items(connection, items, texts)]
+        rows = [(number, n) for n in insert_items(connection, columns)]
         connection.executemany("insert into left_out values (?, ?)", rows)

@@ -49,13 +49,12 @@ def renumber(
     """Change items in the record, which gives them new numbers; both lists ascend."""
     sql = f"select {ITEM_COLUMNS} from items where n in (select value from json_each(?)) order by n"
     rows = ask(connection, sql, (json.dumps(old),))
-    items = [from_row(row).changed(changes) for row in rows]
-    texts = checked(items, {})
+    items = checked([from_row(row).changed(changes) for row in rows], {})
     # Before `remove`, which would delete the originals.
     moves = zip(new, old, strict=True)
     connection.executemany("update originals set n = ? where n = ?", moves)
     remove(connection, seq, old)
-    insert_items(connection, items, texts)
+    insert_items(connection, items)
 
 
 def with_arrays(

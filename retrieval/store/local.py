@@ -101,7 +101,7 @@ from retrieval.store.words import are_kept, best_items, insert_items, read_block
 _NOTICE_SECONDS = 7.0
 """Seconds between the announcement of a generation and the switch to it; servers look every 5 s."""
 _FIELDS = 1000  # maximum number of field names that `settings` returns
-_ROWS = 8192  # number of items whose arrays are stacked at a time
+_ROWS = 8192  # number of items whose arrays are copied at a time
 _CACHE_BYTES = 256 << 20  # estimated size at which the cache of items is emptied
 _CHANGED_AT_ONCE = 256  # items whose metadata, each up to a megabyte, an update holds at a time
 _DERIVED_BYTES = 32 << 20  # size of the arrays that `derive` reads and computes at a time
@@ -166,18 +166,19 @@ class LocalStore(Store):
         if not items or expected_generation is None or expected_generation.bundle != bundle:
             with self.record.reading() as connection:
                 expected_generation = self._served_with(connection, bundle)
-        texts = checked(items, expected_generation.widths)
+        columns = checked(items, expected_generation.widths)
         if not items:
             return 0
         with self.record.writing() as (connection, seq):
             generation = self._served_with(connection, bundle)
             self._written_to = generation
             if generation.number != expected_generation.number:
-                texts = checked(items, generation.widths)
-            old = numbers_of(connection, [item.id for item in items])
+                columns = checked(items, generation.widths)
+            old = numbers_of(connection, columns.ids)
             remove(connection, seq, old)
-            numbers = np.array(insert_items(connection, items, texts))
-            self._append(connection, generation, numbers, items)
+            numbers = np.array(insert_items(connection, columns))
+            chunks = {name: [columns.arrays[name]] for name in generation.widths}
+            append_rows(connection, self.folder, generation, numbers, chunks)
         self.upkeep.wake()
         return len(old)
 
@@ -221,23 +222,6 @@ class LocalStore(Store):
             connection.executemany("insert into left_out values (?, ?)", left_out)
         self.upkeep.wake()
         return len(old)
-
-    def _append(
-        self,
-        connection: apsw.Connection,
-        generation: Generation,
-        numbers: Ints,
-        items: Sequence[Item],
-    ) -> None:
-        """Append the arrays of items to a generation."""
-
-        def chunks(name: str) -> Iterator[Floats]:
-            for start in range(0, len(items), _ROWS):
-                chunk = items[start : start + _ROWS]
-                yield np.array([item.arrays[name] for item in chunk], np.float32)
-
-        arrays = {name: chunks(name) for name in generation.widths}
-        append_rows(connection, self.folder, generation, numbers, arrays)
 
     def _served_with(self, connection: apsw.Connection, bundle: str) -> Generation:
         """Return the served generation; raise `Superseded` if it has another bundle."""
@@ -507,8 +491,8 @@ class LocalStore(Store):
         """Add arrays to a generation; see `Store`."""
         self._begin_to_write()
         numbers = self._pending.get(generation.number, {})
-        check_embedded(items, left_out, numbers, generation.widths)
-        embedded = {item.id: item for item in items}
+        columns = check_embedded(items, left_out, numbers, generation.widths)
+        embedded = {id: row for row, id in enumerate(columns.ids)}
         if not numbers:
             return
         with self.record.writing() as (connection, _):
@@ -519,9 +503,10 @@ class LocalStore(Store):
             sql = "select n, id from items where n in (select value from json_each(?))"
             text = json.dumps([n for n in numbers.values() if n > upto])
             alive = sorted(ask(connection, sql, (text,)))
-            embedded_items = [embedded[id] for _, id in alive if id in embedded]
+            chosen = [embedded[id] for _, id in alive if id in embedded]
+            chunks = {name: [columns.arrays[name][chosen]] for name in generation.widths}
             rows = np.array([n for n, id in alive if id in embedded], np.int64)
-            self._append(connection, generation, rows, embedded_items)
+            append_rows(connection, self.folder, generation, rows, chunks)
             out = [(generation.number, n) for n, id in alive if id not in embedded]
             connection.executemany("insert or ignore into left_out values (?, ?)", out)
             sql = "update generations set upto = max(upto, ?) where g = ?"

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -32,7 +31,7 @@ from retrieval.base.regular_files import FULL, out_of_files, read_plain
 from retrieval.base.strict_json import strict_loads
 from retrieval.errors import StoreError
 from retrieval.store.contract import StoreUnavailable, TooSlow
-from retrieval.store.items import Floats, Generation, Item, stop_at, usable
+from retrieval.store.items import Floats, Generation, Item, ItemColumns, stop_at, usable
 
 RECORD_FILE = "items.sqlite"
 ACKNOWLEDGED = "acknowledged"  # file with the number of the last committed transaction
@@ -48,9 +47,6 @@ _READING_SECONDS = 60.0
 # At this length, SQLite moves the write-ahead log into the file.
 _CHECKPOINT_PAGES = 4000
 _CACHE_KIB = 65_536  # page cache of a connection
-# With an item a statement, SQLite writes its words on their own, and 60,000 items take 3.6 s more.
-# With 1,000, apsw does not cache the statement, whose text exceeds 16 KB: twice the time.
-_INSERTED_AT_ONCE = 500
 _IDLE_CONNECTIONS = 16  # maximum number of connections that are kept for reuse
 _FORK_SECONDS = 1.0  # time that a fork waits for connections in use
 _ACKNOWLEDGED_FORMAT = struct.Struct("<8sQI")  # `_MAGIC`, number of the transaction, CRC-32
@@ -632,34 +628,24 @@ def from_row(row: Sequence[Any], arrays: Mapping[str, Floats] | None = None) -> 
     return Item(id, label, content, file, stamp, keep, None, size, width, height, arrays or {})
 
 
-def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[str]) -> range:
-    """Write new items without their arrays; return their numbers.
-
-    Args:
-        connection: connection in a write transaction.
-        items: the items.
-        texts: the metadata of each item as JSON.
-    """
+def insert(connection: apsw.Connection, items: ItemColumns) -> range:
+    """Write new items without their arrays, in a write transaction; return their numbers."""
     first = last_number(connection) + 1
     numbers = range(first, first + len(items))
-    rows = []
-    for n, item, text in zip(numbers, items, texts, strict=True):
-        # A path need not be Unicode, so it is stored as bytes.
-        path = None if item.path is None else os.fsencode(item.path)
-        size = (item.bytes, item.width, item.height)
-        rows.append((n, item.id, item.label, text, path, item.stamp, item.keep, *size))
-    for start in range(0, len(rows), _INSERTED_AT_ONCE):
-        block = rows[start : start + _INSERTED_AT_ONCE]
-        places = ", ".join(["(?,?,?,?,?,?,?,?,?,?)"] * len(block))
-        connection.execute(f"insert into items values {places}", list(chain(*block)))
+    # A path need not be Unicode, so it is stored as bytes.
+    paths = [None if path is None else os.fsencode(path) for path in items.paths]
+    sizes = zip(*items.sizes, strict=True)
+    columns = (items.ids, items.labels, items.texts, paths, items.stamps, items.keeps, *sizes)
+    sql = "insert into items values (?,?,?,?,?,?,?,?,?,?)"
+    connection.executemany(sql, zip(numbers, *columns, strict=True))
     originals = [
-        (n, item.original)
-        for n, item in zip(numbers, items, strict=True)
-        if item.original is not None
+        (n, original)
+        for n, original in zip(numbers, items.originals, strict=True)
+        if original is not None
     ]
     connection.executemany("insert into originals values (?, ?)", originals)
-    names = sorted(set(chain.from_iterable(item.metadata for item in items)))
-    connection.executemany("insert or ignore into fields values (?)", ((name,) for name in names))
+    names = ((name,) for name in sorted(items.fields))
+    connection.executemany("insert or ignore into fields values (?)", names)
     return numbers
 
 

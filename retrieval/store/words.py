@@ -17,7 +17,7 @@ import apsw
 
 from retrieval.errors import DataError
 from retrieval.store.filters import Filter
-from retrieval.store.items import Item, usable
+from retrieval.store.items import ItemColumns, usable
 from retrieval.store.masks import sql_of
 from retrieval.store.record import ask, insert, last_number, value
 
@@ -60,12 +60,12 @@ def read_block(connection: apsw.Connection) -> int:
     return int(count)
 
 
-def insert_items(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[str]) -> range:
+def insert_items(connection: apsw.Connection, items: ItemColumns) -> range:
     """Write new items as `record.insert` does, and read their words if the index keeps words.
 
     A trigger would read them item by item, which takes four times as long.
     """
-    numbers = insert(connection, items, texts)
+    numbers = insert(connection, items)
     if numbers and _unread_upto(connection) is not None:
         _read(connection, numbers[0], numbers[-1])
     return numbers

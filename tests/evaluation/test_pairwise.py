@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,21 +83,18 @@ WIDE, PART = 2048, 4096
 def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: int) -> None:
     """Write a folder of vectors as `retrieval embed` does."""
     from retrieval.index.read_embeddings import EmbeddingPlan
-    from retrieval.index.sources import PLAN, Source
+    from retrieval.index.sources import PLAN, Batch, Source, SourceColumns
     from retrieval.index.write_embeddings import write_part
 
     folder.mkdir()
     sizes = parts * size, size, 1, {"vector": WIDE}, [1, 1]
     plan = EmbeddingPlan("0" * 64, None, "", *sizes, complete=True, bad=0)
     for number in range(parts):
-        items = [
-            Source(str(row), str(row % 7), None, row=row, recorded="") for row in plan.rows(number)
-        ]
-        results = [
-            (replace(item.item(), arrays={"vector": code}), None)
-            for item, code in zip(items, codes(number), strict=True)
-        ]
-        write_part(folder, plan, number, items, results)
+        items = SourceColumns.of(
+            [Source(str(row), str(row % 7), None, row=row) for row in plan.rows(number)]
+        )
+        embedded = items.items("reference", [""] * len(items), {"vector": codes(number)})
+        write_part(folder, plan, number, items, [Batch(embedded, {}, len(items))])
     (folder / PLAN).write_text(plan.text())
 
 

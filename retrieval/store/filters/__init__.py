@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from retrieval.errors import DataError
 from retrieval.store.filters.evaluating import (
+    column_texts as column_texts,
     flat_texts as flat_texts,
     matches as matches,
     metadata_text as metadata_text,

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from json.encoder import encode_basestring
 from types import NoneType
 from typing import Any
 
@@ -50,6 +51,12 @@ _FLAT = {str, int, float, bool, NoneType}
 _BETWEEN = ', "\\u0000", '
 _END = ', "\\u0000"]'
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+# What `_encode` calls for these types
+_WRITERS: dict[type, Callable[[Any], str]] = {
+    str: encode_basestring,
+    int: int.__repr__,
+    float: float.__repr__,
+}
 ABSENT = object()
 
 
@@ -238,6 +245,26 @@ def flat_texts(metadata: Sequence[Mapping[str, Any]]) -> list[str] | None:
     if text.count("\\u0000") > len(metadata) or has_surrogate(text):
         return None
     return text[1 : -len(_END)].split(_BETWEEN)
+
+
+def column_texts(names: Sequence[str], columns: Sequence[Sequence[Any]], count: int) -> list[str]:
+    """Return the metadata of `count` rows, each as `metadata_text` does, from columns.
+
+    A column has only strings without NUL and lone surrogates, numbers that are finite and not long,
+    truth values and nulls.
+    """
+    if not columns:
+        return ["{}"] * count
+    cells = []
+    for column in columns:
+        kinds = set(map(type, column))
+        if len(kinds) == 1:
+            write = _WRITERS.get(kinds.pop(), _encode)
+        else:
+            write = _encode
+        cells.append(map(write, column))
+    pairs = ", ".join(f"{_encode(name).replace('%', '%%')}: %s" for name in names)
+    return list(map(f"{{{pairs}}}".__mod__, zip(*cells, strict=True)))
 
 
 def _checked_json(value: Any, where: str, depth: int) -> Any:
