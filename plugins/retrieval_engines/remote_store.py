@@ -254,6 +254,7 @@ class RemoteStore(EngineCalls):
             if served.bundle != bundle:
                 raise self._superseded_error()
             checked(items, served.widths)
+            items = list(items)
             if not items:
                 return 0, set()
             rows = [Row.of(item) for item in items]

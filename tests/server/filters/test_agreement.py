@@ -16,6 +16,7 @@ from retrieval.store.filters import (
     Not,
     Or,
     as_filter,
+    column_texts,
     filter_from_json,
     filter_to_json,
     filter_to_text,
@@ -179,6 +180,26 @@ def test_true_and_1_are_two_filters():
     assert Compare(("a",), "=", True) != Compare(("a",), "=", 1) == Compare(("a",), "=", 1.0)
     assert In(("a",), (True,)) != In(("a",), (1,))
     assert len({Compare(("a",), "=", value) for value in (True, 1, 1.0, False, 0, -0.0)}) == 4
+
+
+CELLS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+)
+TABLES = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+    st.lists(CELLS, min_size=3, max_size=3) | st.lists(st.floats(-9, 9), min_size=3, max_size=3),
+)
+
+
+@given(table=TABLES)
+@example({"100 %s %": ['"', "\\", "é\n\u2028"], "": [1.0, -0.0, 1e300]})
+def test_columns_are_written_as_rows_are(table):
+    rows = [{name: column[row] for name, column in table.items()} for row in range(3)]
+    assert column_texts(list(table), list(table.values()), 3) == list(map(metadata_text, rows))
 
 
 def test_metadata_are_written_as_json_that_sqlite_reads():
