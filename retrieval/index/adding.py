@@ -264,7 +264,7 @@ def add_images(
     sources = SourceColumns(
         ids,
         [item.label for item in described],
-        checked(described, {}).texts,
+        checked(described, {}),
         [Path(f"images[{row}]") for row in range(count)],
         range(count),
         [None] * count,

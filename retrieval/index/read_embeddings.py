@@ -236,13 +236,13 @@ class Vectors:
         )
         self.sources = Sources(SourceColumns.joined(batches))
 
-    def embedded(self, wanted: Sequence[int]) -> Iterator[Batch]:
-        """Yield the items of the `wanted` rows of `sources`, ascending, in batches.
+    def embedded(self, positions: Sequence[int]) -> Iterator[Batch]:
+        """Yield the items of these rows of `sources`, ascending, in batches.
 
         No item has a fault.
         """
         self._refuse_unfit()
-        numbers = np.asarray(wanted, np.int64)
+        numbers = np.asarray(positions, np.int64)
         first = 0
         for folder, plan in self._plans.items():
             for (keys, stamps, *sizes), arrays in self._arrays(folder, plan):

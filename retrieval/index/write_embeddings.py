@@ -28,7 +28,15 @@ from retrieval.images.decoding import Limits
 from retrieval.index.adding import Options, embed_collected, refuse_twice
 from retrieval.index.parquet import pyarrow
 from retrieval.index.read_embeddings import BAD, SIZES, EmbeddingPlan, part_file, schema_of
-from retrieval.index.sources import PLAN, Batch, Source, Sources, collect, digests_of, paths_of
+from retrieval.index.sources import (
+    PLAN,
+    Batch,
+    SourceColumns,
+    Sources,
+    collect,
+    digests_of,
+    paths_of,
+)
 from retrieval.store.items import FEATURES, ItemColumns, widths_of
 
 _SMALLEST_PART, _LARGEST_PART = 256, 8192  # items of a part
@@ -353,7 +361,7 @@ def write_part(
     folder: Path,
     plan: EmbeddingPlan,
     number: int,
-    part: Sequence[Source],
+    part: SourceColumns,
     batches: Sequence[Batch],
     identity: Mapping[bytes, bytes] = {},
 ) -> BadItems:
@@ -363,13 +371,9 @@ def write_part(
     """
     faults = {id: fault for batch in batches for id, fault in batch.faults.items()}
     bad = [
-        {
-            "key": source.id,
-            "source": source.name[:2000],
-            "fault": faults[source.id][:_FAULT_CHARACTERS],
-        }
-        for source in (part if faults else ())
-        if source.id in faults
+        {"key": id, "source": path_text(str(path))[:2000], "fault": faults[id][:_FAULT_CHARACTERS]}
+        for id, path in zip(part.ids, part.paths, strict=True)
+        if id in faults
     ]
     pa = pyarrow()
     table = _table(pa, plan, [batch.items for batch in batches if batch.items])

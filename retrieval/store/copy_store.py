@@ -11,7 +11,7 @@ from retrieval.bundle.bundle import Bundle
 from retrieval.errors import StoreError
 from retrieval.store.contract import Item, Store
 from retrieval.store.folder import create_local
-from retrieval.store.items import CALIBRATION, checked, served_of
+from retrieval.store.items import CALIBRATION, checked_columns, served_of
 from retrieval.store.local import LocalStore
 from retrieval.store.record import served_generation
 from retrieval.store.words import insert_items
@@ -92,7 +92,7 @@ def copy_items(
 
 def _add_without_arrays(copy: LocalStore, items: Sequence[Item]) -> None:
     """Write items for which the served generation has no arrays."""
-    columns = checked(items, {})
+    columns = checked_columns(items, {})
     with copy.record.writing() as (connection, _):
         number = served_generation(connection).number
         rows = [(number, n) for n in insert_items(connection, columns)]

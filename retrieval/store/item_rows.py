@@ -19,7 +19,7 @@ from retrieval.store.items import (
     VECTOR,
     Candidates,
     Item,
-    checked,
+    checked_columns,
 )
 from retrieval.store.masks import sql_of
 from retrieval.store.record import ITEM_COLUMNS, ask, from_row, numbers_of, remove
@@ -49,7 +49,7 @@ def renumber(
     """Change items in the record, which gives them new numbers; both lists ascend."""
     sql = f"select {ITEM_COLUMNS} from items where n in (select value from json_each(?)) order by n"
     rows = ask(connection, sql, (json.dumps(old),))
-    items = checked([from_row(row).changed(changes) for row in rows], {})
+    items = checked_columns([from_row(row).changed(changes) for row in rows], {})
     # Before `remove`, which would delete the originals.
     moves = zip(new, old, strict=True)
     connection.executemany("update originals set n = ? where n = ?", moves)

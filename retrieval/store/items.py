@@ -336,7 +336,12 @@ def spans_of(bundle: Bundle) -> tuple[tuple[int, int], ...]:
     return spans or ((0, manifest.vector),)
 
 
-def checked(items: Sequence[Item], widths: Mapping[str, int]) -> ItemColumns:
+def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
+    """Check items; return the metadata of each as JSON text; see `checked_columns`."""
+    return list(checked_columns(items, widths).texts)
+
+
+def checked_columns(items: Sequence[Item], widths: Mapping[str, int]) -> ItemColumns:
     """Check items; return them by column.
 
     Args:
@@ -346,7 +351,10 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> ItemColumns:
     Raises:
         DataError: some items are invalid; the message names each of them.
     """
-    columns = items if isinstance(items, ItemColumns) else _columns_of(items, widths)
+    if isinstance(items, ItemColumns):
+        columns: ItemColumns | None = items
+    else:
+        columns = _columns_of(items, widths)
     faulty = dict(widths)
     if columns is not None:
         # One by one, the vectors of 60,000 items make this function 2.1 times as dear.
@@ -389,7 +397,7 @@ def check_embedded(
     Raises:
         DataError: some are invalid or, with those left out, they are not the pending ones.
     """
-    columns = checked(items, widths)
+    columns = checked_columns(items, widths)
     embedded = set(columns.ids)
     expected = set(pending)
     faults = [f"{id} was not pending." for id in sorted(embedded - expected)]

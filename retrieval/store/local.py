@@ -66,7 +66,7 @@ from retrieval.store.items import (
     Stats,
     check_arrays,
     check_embedded,
-    checked,
+    checked_columns,
     usable,
 )
 from retrieval.store.masks import Masks, sql_of
@@ -166,14 +166,14 @@ class LocalStore(Store):
         if not items or expected_generation is None or expected_generation.bundle != bundle:
             with self.record.reading() as connection:
                 expected_generation = self._served_with(connection, bundle)
-        columns = checked(items, expected_generation.widths)
+        columns = checked_columns(items, expected_generation.widths)
         if not items:
             return 0
         with self.record.writing() as (connection, seq):
             generation = self._served_with(connection, bundle)
             self._written_to = generation
             if generation.number != expected_generation.number:
-                columns = checked(items, generation.widths)
+                columns = checked_columns(items, generation.widths)
             old = numbers_of(connection, columns.ids)
             remove(connection, seq, old)
             numbers = np.array(insert_items(connection, columns))
