@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-MOST_SCALE = math.log(100)
+MAX_SCALE = math.log(100)
 """Largest logarithm of InfoNCE's factor of the cosines, as in CLIP."""
 Masks = tuple[Tensor, Tensor]
 """Which pairs of a chunk are positive, and which count at all, each (B, R)."""
@@ -156,7 +156,7 @@ class InfoNCE(ChunkedLoss):
 
         def compute(rows: Tensor, columns: Tensor, masks: Masks) -> tuple[Tensor, ...]:
             positive, counts = masks
-            scale = self.log_scale.clamp(max=MOST_SCALE).exp().to(rows)
+            scale = self.log_scale.clamp(max=MAX_SCALE).exp().to(rows)
             logits = (scale * (rows @ columns.T)).masked_fill(~counts, -torch.inf)
             right = torch.where(positive, logits, 0.0)
             # no row is empty, as the logarithm of an empty sum has no gradient

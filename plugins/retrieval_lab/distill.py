@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _EPOCHS = 20
 _HELD_OUT = 0.05
-_MOST_HELD_OUT = 1000
+_MAX_HELD_OUT = 1000
 """Share and largest number of the photos that are held out to measure the agreement."""
 _FEWEST_PHOTOS = 128
 _TIMED = 64
@@ -222,7 +222,7 @@ def _no_classes(count: int) -> list[str]:
 def _divided(count: int) -> tuple[Ints, Ints]:
     """Return the indices of the training photos and of the held-out photos, in ascending order."""
     order = np.random.default_rng(0).permutation(count)
-    held_out = min(_MOST_HELD_OUT, max(_NEIGHBOURS + 2, round(_HELD_OUT * count)))
+    held_out = min(_MAX_HELD_OUT, max(_NEIGHBOURS + 2, round(_HELD_OUT * count)))
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 

@@ -37,7 +37,7 @@ _TIMED = 3
 """Number of batches of each phase that are timed."""
 _SAMPLE = 300
 """Number of photos whose size and colour are examined."""
-_MOST_COMPARED = 20_000
+_MAX_COMPARED = 20_000
 """Largest number of photos among which duplicates are searched; the time grows with its square."""
 TEST = 0.3
 """Part of the classes that is the test side, if the data define none."""
@@ -238,7 +238,7 @@ def look(photos: Path) -> Facts:
     trains = [s in ("train", "") and not role for s, role in zip(splits, roles, strict=True)]
     images: list[Any] = [dataset[i] for i in spread(len(dataset), _SAMPLE)]
     duplicates = None
-    if len(dataset) <= _MOST_COMPARED:
+    if len(dataset) <= _MAX_COMPARED:
         duplicates = check_data(photos).counts()["label_errors"]
     train_labels = list(compress(dataset.labels, trains))
     return Facts(

@@ -29,9 +29,9 @@ WAIT_SECONDS = 60.0
 """Longest wait for a connection, or for the next bytes of an answer."""
 ANSWER_SECONDS = 300.0
 """Longest time that a whole answer may take."""
-MOST_BYTES = 1 << 25
+MAX_BYTES = 1 << 25
 """Largest answer to one batch."""
-MOST_NUMBERS = 1 << 16
+MAX_NUMBERS = 1 << 16
 """Largest dimension of a vector."""
 
 
@@ -132,9 +132,9 @@ class Endpoint:
         with client.stream("POST", self.url, json=body) as response:
             for chunk in response.iter_raw():
                 content += chunk
-                if len(content) > MOST_BYTES or time.monotonic() - began > ANSWER_SECONDS:
+                if len(content) > MAX_BYTES or time.monotonic() - began > ANSWER_SECONDS:
                     raise DataError(
-                        f"{self.url} answers with more than {MOST_BYTES >> 20} MiB, or for more"
+                        f"{self.url} answers with more than {MAX_BYTES >> 20} MiB, or for more"
                         f" than {ANSWER_SECONDS:.0f} seconds."
                     )
         if response.status_code != 200:
@@ -154,11 +154,11 @@ class Endpoint:
             with np.errstate(over="ignore"):
                 vectors = numbers.astype(np.float32)
             is_whole = len(rows) == count and numbers.ndim == 2 and numbers.dtype.kind in "fi"
-            if is_whole and 1 <= vectors.shape[1] <= MOST_NUMBERS and np.isfinite(vectors).all():
+            if is_whole and 1 <= vectors.shape[1] <= MAX_NUMBERS and np.isfinite(vectors).all():
                 return vectors
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
             pass
         raise DataError(
             f"{self.url} does not answer with `data`, a list of {count} objects with `index` and"
-            f" `embedding`, of finite numbers and one dimension of at most {MOST_NUMBERS:,}."
+            f" `embedding`, of finite numbers and one dimension of at most {MAX_NUMBERS:,}."
         )

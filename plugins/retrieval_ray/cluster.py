@@ -14,7 +14,7 @@ from typing import Any, Self
 from retrieval.errors import DataError, Interrupted, MissingDependency, RetrievalError
 from retrieval.plugin import Cluster
 
-MOST_CORES = 4
+MAX_CORES = 4
 """Number of cores for a process; fewer if the smallest node has fewer."""
 PATIENCE = 30.0
 """Seconds that stopped trainings have to write their checkpoints."""
@@ -78,7 +78,7 @@ class RayCluster(Cluster):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self._gpus = sum(int(node.get("GPU", 0)) for node in nodes)
         cores = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
-        self.threads = min([MOST_CORES, *cores])
+        self.threads = min([MAX_CORES, *cores])
         # A process does not span nodes, so the cores that a node has left over stay idle.
         self._processes = max(1, sum(count // self.threads for count in cores))
 

@@ -23,7 +23,7 @@ from retrieval.index.index import Index
 from retrieval.index.queries_and_hits import Hit
 
 _SEARCHES = 1000  # latest searches that are looked at
-_LEAST_SEARCHES = 100
+_MIN_SEARCHES = 100
 _EXPECTED_SHARE = 0.05  # of known items that are farther than the limit
 _WARNING_SHARE = 0.15  # with 100 searches, chance exceeds it in one of 20,000 cases
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
@@ -86,7 +86,7 @@ class Drift:
         }
         limit = float(np.quantile(expected, 1 - _EXPECTED_SHARE))
         share = float(np.mean(np.array(latest) > limit)) if latest else 0.0
-        if len(latest) >= _LEAST_SEARCHES and share > _WARNING_SHARE:
+        if len(latest) >= _MIN_SEARCHES and share > _WARNING_SHARE:
             state["warning"] = (
                 f"Of the last {len(latest):,} searches by image, {share:.0%} are farther than"
                 f" {limit:.4g} from their nearest item; of known items {_EXPECTED_SHARE:.0%} are."

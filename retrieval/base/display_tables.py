@@ -9,7 +9,7 @@ from typing import Any
 
 from retrieval.errors import one_line, printable
 
-MOST_PICTURES = 50
+MAX_PICTURES = 50
 """Largest number of pictures in a table of hits."""
 
 
@@ -43,7 +43,7 @@ def html_table(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> str:
 def html_hits(hits: Sequence[Any], picture: Callable[[Any], str] | None = None) -> str:
     """Return hits as an HTML table; `picture` returns the HTML of a hit's picture, or ""."""
     rows = "".join(
-        f"<tr><td>{picture(hit) if picture and number < MOST_PICTURES else ''}</td>"
+        f"<tr><td>{picture(hit) if picture and number < MAX_PICTURES else ''}</td>"
         f"{''.join(f'<td>{escape(cell)}</td>' for cell in _row(hit))}</tr>"
         for number, hit in enumerate(hits)
     )

@@ -13,7 +13,7 @@ from retrieval.cli import say
 from retrieval.cli.common import PATH, Choice, loading, options
 from retrieval.cli.train import TRACK_OPTION, recipe_options
 
-MOST_VALUES = 1000
+MAX_VALUES = 1000
 """Most values in a range of a sweep."""
 OUTPUT = partial(click.option, "--output", type=PATH, help="Folder for tables, runs and trials.")
 shared_options = options(
@@ -127,8 +127,8 @@ def _values(text: str, listed: str) -> list[Any]:
     if dots:
         if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise click.UsageError(f"{text}: write a range of whole numbers as in seed=0..4.")
-        if int(last) - int(first) >= MOST_VALUES:
-            raise click.UsageError(f"{text}: a range has at most {MOST_VALUES:,} values.")
+        if int(last) - int(first) >= MAX_VALUES:
+            raise click.UsageError(f"{text}: a range has at most {MAX_VALUES:,} values.")
         return list(range(int(first), int(last) + 1))
     # TOML keeps the types of numbers; bare words, such as names of losses, are no TOML
     try:

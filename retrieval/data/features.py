@@ -36,8 +36,8 @@ LEAST = 1 << 24
 
 # Largest number of values, and of images, in one run of a graph. Intermediate results of so few
 # images stay in the CPU cache.
-_MOST_VALUES = 1 << 17
-_MOST_IMAGES = 64
+_MAX_VALUES = 1 << 17
+_MAX_IMAGES = 64
 
 COMPARED_ITEMS = 8
 """Number of items whose features are compared with torch's."""
@@ -141,8 +141,8 @@ class OnnxBackbone:
         self._dataset = dataset
         self._shape = model.preprocessing.shape
         self._session: Any = None
-        fitting = _MOST_VALUES // math.prod(self._shape)
-        self._rows = max(1, min(_MOST_IMAGES, fitting))
+        fitting = _MAX_VALUES // math.prod(self._shape)
+        self._rows = max(1, min(_MAX_IMAGES, fitting))
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return float32 features (B, F) of raw uint8 pixels (B, channels, H, W).

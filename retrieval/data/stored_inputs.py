@@ -24,8 +24,8 @@ INPUTS_FORMAT = "retrieval inputs 1"
 ITEMS = 512
 """Largest number of items that verify a bundle on export, and of items that calibrate it."""
 
-MOST_ITEMS = 64
-MOST_BYTES = 8 << 20
+MAX_ITEMS = 64
+MAX_BYTES = 8 << 20
 """Largest number of stored items, and their largest total size in bytes."""
 
 
@@ -70,14 +70,14 @@ def pack_inputs(
     raw = RawInputs(dataset, preprocessing, budget=0)
     held_out = splits.held_out
     item_bytes = raw.batch(held_out[:1]).nbytes
-    fitting = MOST_BYTES // max(1, item_bytes)
+    fitting = MAX_BYTES // max(1, item_bytes)
     # At least two, because torch's exporter takes a batch of one for a constant.
-    number = max(2, min(MOST_ITEMS, fitting))
+    number = max(2, min(MAX_ITEMS, fitting))
     chosen = by_class(held_out, splits.labels, number)
     labels = [splits.classes[i] for i in splits.labels[chosen]]
     metadata = {"format": INPUTS_FORMAT, "kind": dataset.kind, "labels": json.dumps(labels)}
     if texts is not None:
-        metadata["texts"] = json.dumps(held_out_texts(texts, splits, MOST_ITEMS))
+        metadata["texts"] = json.dumps(held_out_texts(texts, splits, MAX_ITEMS))
     # safetensors takes contiguous arrays only.
     inputs = np.ascontiguousarray(raw.batch(chosen))
     return save({"inputs": inputs}, metadata)

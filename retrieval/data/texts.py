@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TEXT_KEY = 4
 """Keeps these draws independent of the three kinds of `augment`."""
-MOST_CHARACTERS = 10_000
+MAX_CHARACTERS = 10_000
 """Number of characters to which a longer text is cut, as encoders read hundreds at most."""
 BATCH = 64
 """Number of texts that are encoded at a time."""
@@ -160,7 +160,7 @@ def _texts(value: Any, separator: str) -> list[str]:
         parts = [str(part) for part in value if part is not None]
     else:
         parts = str(value).split(separator)
-    texts = [valid_text(part).replace("\0", " ").strip()[:MOST_CHARACTERS] for part in parts]
+    texts = [valid_text(part).replace("\0", " ").strip()[:MAX_CHARACTERS] for part in parts]
     return [text for text in texts if text]
 
 

@@ -19,7 +19,7 @@ from retrieval.images.image_files import ImageFiles
 log = logging.getLogger(__name__)
 
 # Largest number of images that a message names.
-_MOST_NAMED = 10
+_MAX_NAMED = 10
 ADVICE = "Set [data] skip_bad = true to leave out what cannot be read."
 
 
@@ -49,9 +49,9 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
     if reasons and len(reasons) == len(files):
         raise DataError(f"{what}: none of its {len(files):,} images can be read. {reasons[0]}")
     if reasons:
-        lines = reasons[:_MOST_NAMED]
-        if len(reasons) > _MOST_NAMED:
-            lines.append(f"… and {len(reasons) - _MOST_NAMED:,} more.")
+        lines = reasons[:_MAX_NAMED]
+        if len(reasons) > _MAX_NAMED:
+            lines.append(f"… and {len(reasons) - _MAX_NAMED:,} more.")
         log.warning(
             "%s: %d of %d images cannot be read and are left out:%s",
             what,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["curves", "map", "neighbours"]
 
-MOST_QUERIES = 50
+MAX_QUERIES = 50
 LARGEST = 256  # pixels of a drawn image's longer side
 NAMED = 10  # most classes in a legend
 
@@ -94,9 +94,9 @@ def neighbours(
             " neighbours(retrieval.Index.open(path), queries)."
         )
     images = as_list(queries)
-    if not images or len(images) > MOST_QUERIES:
+    if not images or len(images) > MAX_QUERIES:
         raise DataError(
-            f"A picture of neighbours shows 1 to {MOST_QUERIES} queries, not {len(images)}."
+            f"A picture of neighbours shows 1 to {MAX_QUERIES} queries, not {len(images)}."
         )
     if labels is not None and len(labels) != len(images):
         raise DataError(

@@ -205,7 +205,7 @@ def whitening_head(features: Floats, dimensions: int | None = None) -> nn.Sequen
 
 Places = StrPath | Sequence[StrPath]
 
-MOST_PHOTOS = 20_000
+MAX_PHOTOS = 20_000
 """Largest number of photos that whitening is fitted on."""
 
 
@@ -362,7 +362,7 @@ def _whitening(model: Model, photos: Photos, dimensions: int | None) -> nn.Modul
     assert model.preprocessing is not None
     subject = f"The backbone {type(model.backbone).__name__}"
     width = model.backbone.features
-    most = max(1, min(MOST_PHOTOS, _FEATURE_BYTES // (4 * width)))
+    most = max(1, min(MAX_PHOTOS, _FEATURE_BYTES // (4 * width)))
     parts: list[Tensor] = []
     with evaluating(model):
         for batch in photos.batches(model.preprocessing, most):

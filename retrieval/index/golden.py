@@ -55,7 +55,7 @@ Search: TypeAlias = "Callable[[Any, int], Sequence[Sequence[Hit]]]"
 _METRIC = re.compile(r"(recall|precision|ndcg)@([1-9][0-9]{0,2}|1000)|mrr|map|exact")
 _IDS_PER_READ = 1000
 _BATCH = 64  # images or searches at a time
-_LEAST_K = 10  # hits among which a relevant item is missed or not
+_MIN_K = 10  # hits among which a relevant item is missed or not
 _ROUNDING = 1e-9  # of a mean
 _KINDS = ("query", "id", "vector", "text")
 
@@ -409,7 +409,7 @@ def evaluate_trec_run(
 
 
 def _largest_k(metrics: Iterable[str]) -> int:
-    return max([_LEAST_K, *(int(name.partition("@")[2] or 0) for name in metrics)])
+    return max([_MIN_K, *(int(name.partition("@")[2] or 0) for name in metrics)])
 
 
 def _ids(query: GoldenQuery, hits: Sequence[Hit], k: int) -> list[str]:

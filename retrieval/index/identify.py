@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HITS = 10  # hits that a verdict shows
 # If so many hits have one class, the second counts as infinitely far, which only raises the rate.
-_MOST_HITS = 10_000
+_MAX_HITS = 10_000
 _MAX_ATTEMPTS = 5  # while other processes change the served bundle
 
 
@@ -89,7 +89,7 @@ def _verdict(
         lambda _, hits: len(_nearest_classes(hits, measured, without)) == 2,
         _HITS + len(without),
         measured.filter,
-        _MOST_HITS,
+        _MAX_HITS,
     )
     rates = []
     votes: Counter[str] = Counter()

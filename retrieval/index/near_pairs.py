@@ -10,7 +10,7 @@ import numpy as np
 from retrieval.base.arrays import Floats32, Floats64, Ints
 from retrieval.base.progress import Meter
 
-MOST_PAIRS = 1_000_000
+MAX_PAIRS = 1_000_000
 """The search stops when it has more pairs than this."""
 _ENTRIES = 1 << 18
 """Number of squared distances that are computed at a time."""
@@ -88,7 +88,7 @@ def near_pairs(
         for rows, neighbours in _blocks(components[:, :_AXES], within, margins):
             step = max(1, _ENTRIES // len(rows))
             for start in range(0, len(neighbours), step):
-                if total > MOST_PAIRS:
+                if total > MAX_PAIRS:
                     break
                 columns = neighbours[start : start + step]
                 near = left[rows] @ right[columns].T <= within**2 / 2
@@ -113,12 +113,12 @@ def near_pairs(
                     inside = distance <= within
                     parts.append((pair[0][inside], pair[1][inside], distance[inside]))
                     total += int(inside.sum())
-                    if total > MOST_PAIRS:
+                    if total > MAX_PAIRS:
                         break
             meter.update(len(rows))
     first, second, distance = map(np.concatenate, zip(*parts, strict=True))
     order = np.lexsort((second, first, distance))
-    return Near(first[order], second[order], distance[order], total <= MOST_PAIRS)
+    return Near(first[order], second[order], distance[order], total <= MAX_PAIRS)
 
 
 def _factors(vectors: Floats32, squares: Floats32) -> tuple[Floats32, Floats32]:

@@ -235,7 +235,7 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
     assert pairs_of(actual) == pytest.approx(expected)
     assert actual.complete and (np.diff(actual.distance) >= 0).all()
 
-    monkeypatch.setattr(near_pairs, "MOST_PAIRS", 100)
+    monkeypatch.setattr(near_pairs, "MAX_PAIRS", 100)
     ended = near_pairs.near_pairs(vectors, 1.5)
     assert not ended.complete and 100 < len(ended.first) < len(expected)
     equal = near_pairs.near_pairs(np.full((300, 4), 1000, np.float32), 0.0)
@@ -258,7 +258,7 @@ def test_far_rows_are_not_compared():
 
 
 def test_a_long_vector_or_an_offset_does_not_end_the_search(monkeypatch):
-    monkeypatch.setattr(near_pairs, "MOST_PAIRS", 100)
+    monkeypatch.setattr(near_pairs, "MAX_PAIRS", 100)
     random = np.random.default_rng(0)
     vectors = random.normal(size=(200, 64)).astype(np.float32)
     vectors[0] *= 10_000

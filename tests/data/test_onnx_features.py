@@ -67,7 +67,7 @@ class Refused(Net):
 def small(monkeypatch, tmp_path):
     """Use ONNX Runtime for few items too, and run four images at once."""
     monkeypatch.setattr(features, "LEAST", 1)
-    monkeypatch.setattr(features, "_MOST_IMAGES", 4)
+    monkeypatch.setattr(features, "_MAX_IMAGES", 4)
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(3)

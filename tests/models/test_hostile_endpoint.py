@@ -76,7 +76,7 @@ WRONG = {
     "an object": each({"0": 1.0}),
     "a huge whole number": each([10**400, 1]),
     "ragged": changed(lambda rows: [{**r, "embedding": [0.5] * (r["index"] + 1)} for r in rows]),
-    "too wide": each([0] * (endpoint.MOST_NUMBERS + 1)),
+    "too wide": each([0] * (endpoint.MAX_NUMBERS + 1)),
     "a key twice": text(b'{"data": [], "data": []}'),
     "gzip": lambda handler, body: send(
         handler, gzip.compress(json.dumps(answer(body)).encode()), Content_Encoding="gzip"

@@ -82,7 +82,7 @@ def vectors(run):
 
 
 def test_vectors_equal_those_of_torch_alone(run, test_items, vectors):
-    chosen = np.arange(0, len(test_items), len(test_items) // (3 * features._MOST_IMAGES))
+    chosen = np.arange(0, len(test_items), len(test_items) // (3 * features._MAX_IMAGES))
     inputs = RawInputs(run.dataset, run.model.preprocessing).batch(test_items[chosen])
     run.model.eval()
     with torch.inference_mode():
@@ -125,11 +125,11 @@ def test_data_check_finds_leaks_and_stops_at_too_many_pairs(photos, tmp_path):
     for number in range(BLURRED):
         pixels = np.clip(base + random.integers(-1, 2, base.shape), 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(tmp_path / "many" / f"{number}.bmp")
-    assert BLURRED * (BLURRED - 1) // 2 > near_pairs.MOST_PAIRS
+    assert BLURRED * (BLURRED - 1) // 2 > near_pairs.MAX_PAIRS
     assert BLURRED * near_pairs._ROWS // 2 > near_pairs._ENTRIES
     many = check_data(tmp_path, progress=False)
     assert not many.complete
-    assert len(many.near) > near_pairs.MOST_PAIRS
+    assert len(many.near) > near_pairs.MAX_PAIRS
 
 
 def blocks(table):

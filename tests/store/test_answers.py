@@ -206,7 +206,7 @@ def test_too_many_near_pairs_are_searched_for_one_item_at_a_time(digits, monkeyp
     index.upsert([Item(f"near-{n:03}", arrays={"vector": x}) for n, x in enumerate(scattered)])
     limits = (0, 0.5, 2.0)
     by_pairs = [index.duplicates(limit, progress=False) for limit in limits]
-    monkeypatch.setattr(near_pairs, "MOST_PAIRS", -1)
+    monkeypatch.setattr(near_pairs, "MAX_PAIRS", -1)
     assert [index.duplicates(limit, progress=False) for limit in limits] == by_pairs
     assert len(by_pairs[0]) == 20 < len(by_pairs[1])
 

@@ -41,7 +41,7 @@ from retrieval_lab.report.measured import (
     thresholds,
 )
 
-MOST_RUNS = 10
+MAX_RUNS = 10
 THUMBNAILS = 800
 LARGEST_PANEL = 4 << 20
 METHODS = ("tsne", "pca", "none")
@@ -63,7 +63,7 @@ def report(
     `THUMBNAILS` images.
 
     Args:
-        runs: finished runs or their folders, 1 to `MOST_RUNS`.
+        runs: finished runs or their folders, 1 to `MAX_RUNS`.
         output: the file to write; an existing file is replaced.
         sample: number of test items that the map shows and that form pairs, 10 to 3,000.
         map: kind of map: "tsne", "pca" or "none".
@@ -83,8 +83,8 @@ def report(
         runs = [runs]
     else:
         runs = list(runs)
-    if not 1 <= len(runs) <= MOST_RUNS:
-        raise DataError(f"A report takes 1 to {MOST_RUNS} runs, not {len(runs)}.")
+    if not 1 <= len(runs) <= MAX_RUNS:
+        raise DataError(f"A report takes 1 to {MAX_RUNS} runs, not {len(runs)}.")
     if not 10 <= sample <= 3000:
         raise DataError(f"sample must be from 10 to 3,000, not {sample:,}.")
     if map not in METHODS:
