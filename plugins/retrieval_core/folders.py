@@ -66,7 +66,7 @@ def image_folder(
     chosen = label or names[-1]
     top = _folders(folder)
     # A single folder with another name makes all of them classes, such as a class 'test'.
-    split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
+    split = bool(top) and all(child.name.lower() in SIDES and _folders(child) for child in top)
     # The folders of the sides are above the levels.
     above = int(split)
     images = find_images(folder)
@@ -75,29 +75,29 @@ def image_folder(
     keys = [file.relative_to(folder) for file in files]
     _refuse_shallow(folder, keys, above + len(names), levels is None)
     if split:
-        classes = [inner for place in top for inner in _folders(place)]
+        classes = [inner for child in top for inner in _folders(child)]
     else:
         classes = top
     filled = {folder.joinpath(*key.parts[: above + 1]) for key in keys}
-    if empty := [place.relative_to(folder) for place in classes if place not in filled]:
+    if empty := [child.relative_to(folder) for child in classes if child not in filled]:
         log.warning("%s: no image in %s.", folder, some(empty))
     if skip_bad:
-        kept, unread = skip_unreadable(files, str(folder))
+        readable, unread = skip_unreadable(files, str(folder))
         notes += unread
-        files = [files[i] for i in kept]
-        keys = [keys[i] for i in kept]
+        files = [files[i] for i in readable]
+        keys = [keys[i] for i in readable]
     deepest = max((len(key.parts) - 1 for key in keys), default=0) - above
     if levels is not None or deepest > len(names):
         notes = [*notes, _level_note(folder, names, chosen, deepest)]
     rows = [dict(zip(names, key.parts[above:], strict=False)) for key in keys]
-    places = [SIDES[key.parts[0].lower()] if split else ("", "") for key in keys]
+    sides = [SIDES[key.parts[0].lower()] if split else ("", "") for key in keys]
     further = [name for name in names if name != chosen]
     return FileDataset(
         files,
         [row[chosen] for row in rows],
         [key.as_posix() for key in keys],
-        splits=[side for side, _ in places] if split else None,
-        roles=[role for _, role in places] if any(role for _, role in places) else None,
+        splits=[side for side, _ in sides] if split else None,
+        roles=[role for _, role in sides] if any(role for _, role in sides) else None,
         metadata=[{name: row[name] for name in further} for row in rows] if further else None,
         advice=ADVICE,
         notes=notes,
@@ -162,7 +162,7 @@ def _folders(folder: Path) -> list[Path]:
         return sorted({folder / file.parts[0] for file in inside if len(file.parts) > 1})
     try:
         return sorted(
-            place for place in folder.iterdir() if place.is_dir() and not place.name.startswith(".")
+            child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")
         )
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {error.strerror or error}.") from error

@@ -112,9 +112,9 @@ def _fashion_folder(folder: Path | None, download: bool) -> Path:
         return folder
     downloads = cache_folder() / "datasets"
     raw = downloads / "FashionMNIST" / "raw"
-    for place in (DEBIAN, raw):
-        if place.is_dir() and any(place.iterdir()):
-            return place
+    for candidate in (DEBIAN, raw):
+        if candidate.is_dir() and any(candidate.iterdir()):
+            return candidate
     if not download:
         raise DataError(
             "Fashion-MNIST is not on this machine. Set [data] download = true, or set folder to the"

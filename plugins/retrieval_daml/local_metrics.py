@@ -439,8 +439,8 @@ class Discriminator(LocalMetrics):
         for k in range(self.metrics):
             logged[f"load_{k + 1}"] = gamma[:, k].mean()
             for quantile in QUANTILES:
-                place = round(quantile * (len(ordered) - 1))
-                logged[f"gamma_{k + 1}_p{round(100 * quantile)}"] = ordered[place, k]
+                row = round(quantile * (len(ordered) - 1))
+                logged[f"gamma_{k + 1}_p{round(100 * quantile)}"] = ordered[row, k]
         return logged
 
     def warnings(self, logged: Mapping[str, float]) -> Sequence[str]:

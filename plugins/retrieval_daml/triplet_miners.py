@@ -65,24 +65,24 @@ class OnePerClass(nn.Module):
             positives = count[cls] - 1
         else:
             positives = count[cls]
-        kept = positives > 0
-        row = row[kept]
-        cls = cls[kept]
-        positives = positives[kept]
+        has_positive = positives > 0
+        row = row[has_positive]
+        cls = cls[has_positive]
+        positives = positives[has_positive]
         differs = ~matches[row]
         if 0 < self.negatives < differs.shape[1] - 1:
             chosen = torch.multinomial(differs.double(), self.negatives)
             differs = torch.zeros_like(differs).scatter_(1, chosen, True)
-        place, other = differs.nonzero(as_tuple=True)
-        a = anchors[row[place]]
-        step = _below(positives[place])
+        match, negative_class = differs.nonzero(as_tuple=True)
+        a = anchors[row[match]]
+        step = _below(positives[match])
         # An item is not its own positive.
         if same_items:
             rank = torch.empty_like(order)
             rank[order] = torch.arange(len(order), device=order.device) - start[group[order]]
             step = step + (step >= rank[a]).long()
-        p = order[start[cls[place]] + step]
-        n = order[start[other] + _below(count[other])]
+        p = order[start[cls[match]] + step]
+        n = order[start[negative_class] + _below(count[negative_class])]
         return a, p, n
 
 

@@ -294,19 +294,19 @@ class EmbeddingsBody(JsonBody):
     )
 
 
-def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) -> str:
-    """Return the error message for a pydantic error of type `kind` at `place` in a `model`."""
+def _sentence(model: type[JsonBody], kind: str, path: tuple[int | str, ...]) -> str:
+    """Return the error message for a pydantic error of type `kind` at `path` in a `model`."""
     where = ""
-    if len(place) > 1 and place[0] in ("queries", "items"):
-        (entry,) = get_args(model.model_fields[str(place[0])].annotation)
-        where = f'"{place[0]}", entry {place[1]}: '
+    if len(path) > 1 and path[0] in ("queries", "items"):
+        (entry,) = get_args(model.model_fields[str(path[0])].annotation)
+        where = f'"{path[0]}", entry {path[1]}: '
         model = entry
-        place = place[2:]
+        path = path[2:]
     field = None
-    if place:
-        field = model.model_fields.get(str(place[0]))
-    if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
-        return f'{where}"{place[0]}" must be {field.description}.'
+    if path:
+        field = model.model_fields.get(str(path[0]))
+    if field is not None and not (kind in ("extra_forbidden", "missing") and len(path) == 1):
+        return f'{where}"{path[0]}" must be {field.description}.'
     names = [
         f'"{name}" (needed)' if member.is_required() else f'"{name}"'
         for name, member in model.model_fields.items()

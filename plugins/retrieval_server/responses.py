@@ -58,11 +58,11 @@ class Results(Sequence[Hit]):
         return len(self.results)
 
     @overload
-    def __getitem__(self, place: SupportsIndex) -> Hit: ...
+    def __getitem__(self, key: SupportsIndex) -> Hit: ...
     @overload
-    def __getitem__(self, place: slice) -> tuple[Hit, ...]: ...
-    def __getitem__(self, place: Any) -> Any:
-        return self.results[place]
+    def __getitem__(self, key: slice) -> tuple[Hit, ...]: ...
+    def __getitem__(self, key: Any) -> Any:
+        return self.results[key]
 
 
 @dataclass(frozen=True, repr=False)

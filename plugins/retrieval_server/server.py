@@ -213,16 +213,16 @@ class Parts:
         searches = self.settings.workers * self.settings.processes
         return max(1, min(default_threads(), cores() // searches))
 
-    def open(self, place: StrPath | Address) -> Any:
+    def open(self, source: StrPath | Address) -> Any:
         """Open an index.
 
         Raises:
             BundleError: the encoder's output differs from its output at export.
         """
-        index = open_index(place, threads=self.threads, device=self.device, plugins=self.plugins)
+        index = open_index(source, threads=self.threads, device=self.device, plugins=self.plugins)
         if fault := probe_fault(index.bundle):
             index.close()
-            raise BundleError(f"{place} is not served. {fault}")
+            raise BundleError(f"{source} is not served. {fault}")
         return index
 
     def application(self) -> Any:
@@ -282,9 +282,9 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
     from uvicorn.supervisors import Multiprocess
 
     items = 0
-    for place in parts.sources.values():
+    for source in parts.sources.values():
         # An error here is reported once, not by each process.
-        with parts.open(place) as index:
+        with parts.open(source) as index:
             items += len(index)
             if parts.settings.feedback:
                 path = feedback_file(index.path, parts.settings.feedback_file)
@@ -437,7 +437,7 @@ def named(texts: Iterable[str]) -> dict[str, str]:
     Raises:
         StoreError: a name is invalid or used twice.
     """
-    places: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for text in texts:
         name, sign, path = text.partition("=")
         if not sign or Path(text).exists() or "/" in name:
@@ -450,13 +450,13 @@ def named(texts: Iterable[str]) -> dict[str, str]:
                 f"An index cannot be called {name[:100]!a}. A name has 1 to 100 letters, digits,"
                 " dots, dashes and underscores, and begins with a letter or digit."
             )
-        if name in places:
+        if name in paths:
             raise StoreError(
-                f"Two indexes are called '{name}': {places[name]} and {path}. "
-                f"Name them: retrieval serve A={places[name]} B={path}"
+                f"Two indexes are called '{name}': {paths[name]} and {path}. "
+                f"Name them: retrieval serve A={paths[name]} B={path}"
             )
-        places[name] = path
-    return places
+        paths[name] = path
+    return paths
 
 
 # Helpers

@@ -130,8 +130,8 @@ def _worst(
         # NaN compares as no difference at all
         gap = np.where(np.isnan(gap), np.inf, gap)
         row = int(gap.argmax())
-        place = f"in '{name}' of item {start + row}{note}"
-        differences.append(TorchDifference(float(gap[row]), place))
+        where = f"in '{name}' of item {start + row}{note}"
+        differences.append(TorchDifference(float(gap[row]), where))
     return max(differences)
 
 
@@ -215,8 +215,8 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats32) -> Torch
         gap = np.where(far, np.abs(distances - expected) / scale, 0.0)
         gap = np.where(np.isnan(distances), np.inf, gap)
         query, item = np.unravel_index(int(gap.argmax()), gap.shape)
-        place = f"in the distance to item {item}, with {len(queries)} queries at once"
-        differences.append(TorchDifference(float(gap[query, item]), place))
+        where = f"in the distance to item {item}, with {len(queries)} queries at once"
+        differences.append(TorchDifference(float(gap[query, item]), where))
     return max(differences)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 # Path to a value: keys and list positions.
-Place = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 _BASIC = {
     int: "integer",
@@ -48,11 +48,11 @@ _NUMBER = r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*"
 
 def check_values(
     model: type[BaseModel], values: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[Place, str]]:
-    """Check values strictly against a model; return the values and the problems by place."""
+) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Check values strictly against a model; return the values and the problems by key path."""
     from pydantic import ValidationError
 
-    faults: dict[Place, str] = {}
+    faults: dict[KeyPath, str] = {}
     # pydantic's strict mode for JSON fits TOML: lists serve as tuples and text as paths, but text
     # does not serve as a number.
     text = json.dumps(_plain(values, (), faults))
@@ -60,13 +60,13 @@ def check_values(
         instance = model.model_validate_json(text, strict=True)
     except ValidationError as error:
         for entry in error.errors(include_url=False):
-            place, sentence = _fault(entry, model, values)
+            path, sentence = _fault(entry, model, values)
             # A union gives an error for each of its types, and a wrong table one for each key. The
             # outermost says what the author has to change.
-            if any(place[: len(outer)] == outer for outer in faults):
+            if any(path[: len(outer)] == outer for outer in faults):
                 continue
-            faults = {inner: text for inner, text in faults.items() if inner[: len(place)] != place}
-            faults[place] = sentence
+            faults = {inner: text for inner, text in faults.items() if inner[: len(path)] != path}
+            faults[path] = sentence
         return {}, faults
     names = {name: field.alias or name for name, field in model.model_fields.items()}
     checked = {names[name]: getattr(instance, name) for name in instance.model_fields_set}
@@ -81,7 +81,7 @@ def check_values(
 
 def is_plain(value: Any) -> bool:
     """Return whether TOML can express a value."""
-    faults: dict[Place, str] = {}
+    faults: dict[KeyPath, str] = {}
     if isinstance(value, enum.Enum):
         value = value.value
     _plain(value, (), faults)
@@ -90,14 +90,14 @@ def is_plain(value: Any) -> bool:
 
 def _plain(
     value: Any,
-    place: Place,
-    faults: dict[Place, str],
+    path: KeyPath,
+    faults: dict[KeyPath, str],
 ) -> Any:
     """Return a value as plain JSON; add a fault for what a recipe cannot hold, and leave it out."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v, (*place, str(k)), faults) for k, v in value.items()}
+        return {str(k): _plain(v, (*path, str(k)), faults) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v, (*place, i), faults) for i, v in enumerate(value)]
+        return [_plain(v, (*path, i), faults) for i, v in enumerate(value)]
     if isinstance(value, PurePath):
         return str(value)
     value = _python_scalar(value)
@@ -115,7 +115,7 @@ def _plain(
         if isinstance(value, datetime.date | datetime.time):
             kind = "a date or time"
         fault = f"is {kind}, which nothing here takes. If it is text, put it in quotes."
-    faults[place] = f"{dotted(place)}: {fault}"
+    faults[path] = f"{dotted(path)}: {fault}"
     return None
 
 
@@ -127,54 +127,54 @@ def _python_scalar(value: Any) -> Any:
     return value
 
 
-def dotted(place: Place) -> str:
-    """Return a place in the notation of `--set`: `phase.0.epochs`."""
-    return ".".join(map(str, place)) or "the recipe"
+def dotted(path: KeyPath) -> str:
+    """Return a key path in the notation of `--set`: `phase.0.epochs`."""
+    return ".".join(map(str, path)) or "the recipe"
 
 
-def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]:
-    """Return place and message of one of pydantic's errors."""
-    place, annotation, value, container = _locate(error["loc"], model, values)
-    where = dotted(place)
+def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[KeyPath, str]:
+    """Return the key path and message of one of pydantic's errors."""
+    path, annotation, value, container = _locate(error["loc"], model, values)
+    where = dotted(path)
     kind = error["type"]
     if kind == "extra_forbidden":
         key = str(error["loc"][-1])
-        return (*place, key), _unknown(place, key, list(_fields(container)), value)
+        return (*path, key), _unknown(path, key, list(_fields(container)), value)
     if error["loc"] and error["loc"][-1] == "[key]":
-        return place, _unknown(place[:-1], str(place[-1]), _choices(get_args(container)[0]), value)
+        return path, _unknown(path[:-1], str(path[-1]), _choices(get_args(container)[0]), value)
     if kind == "missing" and value is None:
-        return place, f"{where}: is required ({_phrase(annotation)})."
+        return path, f"{where}: is required ({_phrase(annotation)})."
     if kind in ("value_error", "assertion_error"):
-        return place, f"{where}: {str(error['ctx']['error']).rstrip('.')}."
+        return path, f"{where}: {str(error['ctx']['error']).rstrip('.')}."
     hint = ""
     if isinstance(value, str):
         hint = did_you_mean(value, _choices(annotation))
         takes_number = re.search(r"\b(integer|number)\b", type_text(annotation))
         if takes_number and re.fullmatch(_NUMBER, value):
             hint = " Write it without quotes."
-    return place, f"{where}: should be {_phrase(annotation)}, not {shown(value)}.{hint}"
+    return path, f"{where}: should be {_phrase(annotation)}, not {shown(value)}.{hint}"
 
 
 def _unknown(
-    place: Place,
+    path: KeyPath,
     key: str,
     known: list[str],
     value: Any,
 ) -> str:
     what = "unknown key"
-    if not place and isinstance(value, Mapping | list):
+    if not path and isinstance(value, Mapping | list):
         what = "there is no such table"
     names = ", ".join(known) or "none"
-    return f"{dotted((*place, key))}: {what} (known: {names}).{did_you_mean(key, known)}"
+    return f"{dotted((*path, key))}: {what} (known: {names}).{did_you_mean(key, known)}"
 
 
 def _locate(
     loc: tuple[Any, ...],
     model: Any,
     values: Any,
-) -> tuple[Place, Any, Any, Any]:
-    """Follow an error's path up to a union; return place, type, value and enclosing type."""
-    place: Place = ()
+) -> tuple[KeyPath, Any, Any, Any]:
+    """Follow an error's path up to a union; return the key path, type, value and enclosing type."""
+    path: KeyPath = ()
     annotation = model
     value = values
     container = model
@@ -186,7 +186,7 @@ def _locate(
             break
         if inspect.isclass(bare) and hasattr(bare, "model_fields"):
             if step not in _fields(bare):
-                return place, annotation, value.get(step), bare
+                return path, annotation, value.get(step), bare
             inner = _fields(bare)[step]
         elif origin is dict:
             inner = args[1]
@@ -199,7 +199,7 @@ def _locate(
                 inner = args[step]
         else:
             break
-        place = (*place, step)
+        path = (*path, step)
         container = bare
         annotation = inner
         if isinstance(value, list | tuple):
@@ -208,7 +208,7 @@ def _locate(
             value = value.get(step)
         else:
             value = None
-    return place, annotation, value, container
+    return path, annotation, value, container
 
 
 def _bare(annotation: Any) -> Any:

@@ -60,7 +60,7 @@ def restore_snapshot(
 
 
 def _create_from(snapshot: Path, place: StorePlace) -> list[str]:
-    """Create an index at an address from a snapshot's served generation; see `restore`.
+    """Create an index at an address from a snapshot's served generation; see `restore_snapshot`.
 
     If this fails, nothing is left at the address.
     """

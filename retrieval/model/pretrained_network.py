@@ -98,11 +98,11 @@ def reach(address: str) -> None:
     """
     if getproxies().get("https"):
         return
-    place = urlsplit(address)
+    url = urlsplit(address)
     try:
-        socket.create_connection((place.hostname or "", place.port or 443), timeout=5).close()
+        socket.create_connection((url.hostname or "", url.port or 443), timeout=5).close()
     except OSError as error:
-        raise OSError(f"{place.hostname} cannot be reached: {error.strerror or error}") from error
+        raise OSError(f"{url.hostname} cannot be reached: {error.strerror or error}") from error
 
 
 def fetch(what: str, advice: str, load: Callable[[], T]) -> T:

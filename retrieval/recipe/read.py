@@ -21,7 +21,7 @@ from retrieval.host.factory import COMPONENTS
 from retrieval.host.importing import is_file_plugin, require_allowed
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.python_parts import WORDS, named_object, object_name, objects_in
-from retrieval.host.values import Place, check_values, shown
+from retrieval.host.values import KeyPath, check_values, shown
 from retrieval.recipe.tables import Section, Tables, host_keys
 
 if TYPE_CHECKING:
@@ -125,17 +125,20 @@ def read_table(
         table = _without_none(recipe)
     else:
         table = _parsed(path)
-    own = table.get("plugins")
-    own = [*own] if isinstance(own, list) else []  # a copy: overrides change the list in place
+    in_recipe = table.get("plugins")
+    # A copy, because overrides change the list in place.
+    in_recipe = [*in_recipe] if isinstance(in_recipe, list) else []
     apply_overrides(table, overrides, COMPONENTS)
     named = table.get("plugins", [])
     if not isinstance(named, list) or not (named or plugins):
         return table, []
     from_caller = [_beside(Path(), item) for item in plugins]
-    places = {item: _beside(path, item) for item in named if isinstance(item, str)}
-    located = [places[item] if isinstance(item, str) else item for item in named]
+    paths = {item: _beside(path, item) for item in named if isinstance(item, str)}
+    located = [paths[item] if isinstance(item, str) else item for item in named]
     table["plugins"] = located + from_caller
-    brought = [place for item, place in places.items() if item in own and place not in from_caller]
+    brought = [
+        path for item, path in paths.items() if item in in_recipe and path not in from_caller
+    ]
     return table, brought
 
 
@@ -200,10 +203,10 @@ def check_recipe(
     table = with_objects(table, objects)
     recipe, faults = read_tables(table)
     problems = [
-        _bracketed(fault) + option_hint(recipe, table, place)
-        for place, fault in faults.items()
+        _bracketed(fault) + option_hint(recipe, table, path)
+        for path, fault in faults.items()
         # `plugins.check` reports a missing or wrong name.
-        if not (place[0] in COMPONENTS and place[1:] == ("name",))
+        if not (path[0] in COMPONENTS and path[1:] == ("name",))
     ]
     extra = table.get("plugins", [])
     try:
@@ -255,18 +258,18 @@ def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[s
     return changed
 
 
-def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
-    """Return the recipe and the problems of its tables by place.
+def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[KeyPath, str]]:
+    """Return the recipe and the problems of its tables by key path.
 
     If there are problems, the recipe holds only the valid entries, so that later checks can run.
     """
     values, faults = check_values(Tables, table)
     if faults:
-        kept = {"data": {}, "backbone": {}, **_valid(table, faults)}
-        values, rest = check_values(Tables, kept)
+        valid = {"data": {}, "backbone": {}, **_valid(table, faults)}
+        values, rest = check_values(Tables, valid)
         if rest:  # an omitted entry caused another problem, such as a list that is too short
-            kept = {"data": {}, "backbone": {}, **_valid(kept, {place[:1] for place in rest})}
-            values, _ = check_values(Tables, kept)
+            valid = {"data": {}, "backbone": {}, **_valid(valid, {path[:1] for path in rest})}
+            values, _ = check_values(Tables, valid)
     # the fault says that a table is needed, and this sentence how to write it
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
@@ -277,18 +280,18 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
     return Tables(**values), faults
 
 
-def _valid(table: Mapping[Any, Any], wrong: Iterable[Place]) -> dict[Any, Any]:
+def _valid(table: Mapping[Any, Any], wrong: Iterable[KeyPath]) -> dict[Any, Any]:
     """Return a copy of a table without its wrong entries; a list of values counts as one entry."""
-    kept: dict[Any, Any] = {}
+    valid: dict[Any, Any] = {}
     for key, value in table.items():
-        inside = {place[1:] for place in wrong if str(place[0]) == str(key)}
+        inside = {path[1:] for path in wrong if str(path[0]) == str(key)}
         if not inside:
-            kept[key] = value
+            valid[key] = value
         elif () not in inside and isinstance(value, Mapping):
-            kept[key] = _valid(value, inside)
+            valid[key] = _valid(value, inside)
         elif () not in inside and isinstance(value, list) and isinstance(value[0], Mapping):
-            kept[key] = [*_valid(dict(enumerate(value)), inside).values()]
-    return kept
+            valid[key] = [*_valid(dict(enumerate(value)), inside).values()]
+    return valid
 
 
 def _bracketed(problem: str) -> str:
@@ -314,11 +317,12 @@ def _beside(recipe: Path, item: str) -> str:
     """Return the absolute path of a plugin file beside the recipe, or in the working folder."""
     if not is_file_plugin(item):
         return item
-    beside = recipe.parent / item
-    place = str((beside if beside.exists() or not Path(item).exists() else Path(item)).resolve())
+    path = recipe.parent / item
+    if Path(item).exists() and not path.exists():
+        path = Path(item)
     if item.endswith(".py"):
-        return place
-    return place + "/"
+        return str(path.resolve())
+    return f"{path.resolve()}/"
 
 
 def to_toml(recipe: Tables) -> str:
@@ -356,12 +360,12 @@ def apply_overrides(
     # but not those that the same command sets
     for _, key, value in changes:
         component, _, last = key.partition(".")
-        now = table.get(component)
-        if component not in components or last != "name" or not isinstance(now, dict):
+        part = table.get(component)
+        if component not in components or last != "name" or not isinstance(part, dict):
             continue
-        if now.get("name") != value.strip("'\""):
-            kept = ("name", *host_keys(component))
-            table[component] = {key: now[key] for key in kept if key in now}
+        if part.get("name") != value.strip("'\""):
+            keys = ("name", *host_keys(component))
+            table[component] = {key: part[key] for key in keys if key in part}
     problems = [
         f"The change {text}: {problem}"
         for text, key, value in changes
@@ -376,46 +380,45 @@ def _override(table: dict[str, Any], key: str, value: str) -> str | None:
     steps = [step.strip() for step in key.split(".")]
     if not all(steps):
         return "write it as table.key=value."
-    place: Any = table
+    node: Any = table
     outer = ""
     for step, next_step in pairwise(steps):
         if outer:
             path = f"{outer}.{step}"
         else:
             path = step
-        if isinstance(place, list):
-            if not step.isdigit() or int(step) >= len(place):
-                if len(place) == 1:
+        if isinstance(node, list):
+            if not step.isdigit() or int(step) >= len(node):
+                if len(node) == 1:
                     entries = "entry"
                 else:
                     entries = "entries"
                 return (
-                    f"{outer} has {len(place)} {entries}, numbered from 0; '{step}' is none of"
-                    " them."
+                    f"{outer} has {len(node)} {entries}, numbered from 0; '{step}' is none of them."
                 )
-            place = place[int(step)]
-        elif next_step.isdigit() and step not in place:
+            node = node[int(step)]
+        elif next_step.isdigit() and step not in node:
             return f"the recipe has no list '{path}'."
         elif value == "none":
-            place = place.get(step, {})
+            node = node.get(step, {})
         else:
-            place = place.setdefault(step, {})
-        if not isinstance(place, dict | list):
-            return f"{path} is {shown(place)}, not a table, so no key can be set in it."
+            node = node.setdefault(step, {})
+        if not isinstance(node, dict | list):
+            return f"{path} is {shown(node)}, not a table, so no key can be set in it."
         outer = path
     last = steps[-1]
-    if isinstance(place, list):
-        if last.isdigit() and int(last) < len(place) and not isinstance(place[int(last)], dict):
-            place[int(last)] = _toml(value)
+    if isinstance(node, list):
+        if last.isdigit() and int(last) < len(node) and not isinstance(node[int(last)], dict):
+            node[int(last)] = _toml(value)
             return None
         return (
             f"{outer} is a list; name an entry's key by the entry's number, as in"
             f" {outer}.0.{last}=…"
         )
     if value != "none":
-        place[last] = _toml(value)
-    elif place.pop(last, None) is None:
-        known = did_you_mean(last, place)
+        node[last] = _toml(value)
+    elif node.pop(last, None) is None:
+        known = did_you_mean(last, node)
         return f"the recipe does not set this key, so it cannot be removed.{known}"
     return None
 

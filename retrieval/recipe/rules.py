@@ -152,24 +152,24 @@ def _check_schedule(section: Schedule, where: str) -> list[str]:
     return problems
 
 
-def option_hint(recipe: Tables, table: Mapping[str, Any], place: Sequence[Any]) -> str:
+def option_hint(recipe: Tables, table: Mapping[str, Any], path: Sequence[Any]) -> str:
     """Return advice for an unknown key, such as `accumulate` or an optimiser's argument."""
     # a key of other programs, for which there is no key of a similar name to suggest
-    if place == ("train", "accumulate"):
+    if path == ("train", "accumulate"):
         return (
             " Adding up the gradients of several batches does not equal a large batch: a loss of"
             " pairs would never compare items of different batches. Set the batch size in"
             " [sampler], and [train] chunk to the number of rows that fit into memory."
         )
-    if len(place) != 2 or place[0] not in ("optimizer", "generator_optimizer", "schedule"):
+    if len(path) != 2 or path[0] not in ("optimizer", "generator_optimizer", "schedule"):
         return ""
-    if place[0] == "schedule":
+    if path[0] == "schedule":
         kind = "schedule"
     else:
         kind = "optimizer"
     fields = type(getattr(recipe, kind)).model_fields
-    name = str(table[place[0]].get("name", fields["name"].default))
-    key = str(place[1])
+    name = str(table[path[0]].get("name", fields["name"].default))
+    key = str(path[1])
     if key in fields or not _takes(kind, name, key):
         return ""
     return f" It is an argument of {name}: write options.{key}."
