@@ -39,10 +39,7 @@ class RecipeError(RetrievalError):
     def __init__(self, problems: str | Iterable[str], where: str | None = None) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         self.where = where
-        head = (
-            f"{where or 'The recipe'} has {len(self.problems)}"
-            f" problem{'s' if len(self.problems) > 1 else ''}:"
-        )
+        head = f"{where or 'The recipe'} has {quantity(len(self.problems), 'problem')}:"
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
 
 
@@ -170,6 +167,11 @@ def printable_json(value: object, **format: Any) -> str:
         return json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f")  # JSON does not escape DEL
 
     return re.sub(r"[^\n -~]", escaped, json.dumps(value, ensure_ascii=False, **format))
+
+
+def quantity(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: `1 item`, `1,000 items`; `plural` adds an s by default."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def listed(

@@ -6,7 +6,7 @@ import logging
 import math
 from pathlib import Path
 
-from retrieval.errors import DataError, did_you_mean
+from retrieval.errors import DataError, did_you_mean, quantity
 from retrieval.helpers import (
     ADVICE,
     ROLES,
@@ -121,8 +121,8 @@ def _refuse_shallow(folder: Path, keys: list[Path], depth: int, plain: bool) -> 
 
 def _level_note(folder: Path, names: list[str], chosen: str, deepest: int) -> str:
     """Return a note on the levels of folders that are read, and on deeper folders."""
-    read = f"{len(names)} level{'s' if len(names) > 1 else ''} of folders ({'/'.join(names)})"
-    note = f"{folder}: The dataset reads {read}, and the label is the {chosen}."
+    levels = f"{quantity(len(names), 'level')} of folders ({'/'.join(names)})"
+    note = f"{folder}: The dataset reads {levels}, and the label is the {chosen}."
     if deepest <= len(names):
         return note
     return (

@@ -8,6 +8,7 @@ from typing import Any
 import click
 from retrieval.cli import say
 from retrieval.cli.common import FILTER, PATH, Choice, IndexArgument, command
+from retrieval.errors import quantity
 
 
 @command(
@@ -41,12 +42,12 @@ def export_items(index: Any, output: Path, to: str, neighbors: int, **options: A
 
     with open_index(index) as opened:
         if to == "fiftyone":
-            done = write_fiftyone(opened, output, **options)
+            exported = write_fiftyone(opened, output, **options)
         else:
             count = neighbors if to == "atlas" else 0
-            done = write_parquet(opened, output, neighbors=count, **options)
-    say(f"Exported {done.items:,} items: {output}")
-    if done.without_vector:
-        say(f"{done.without_vector:,} items have no vector and were left out.", err=True)
-    if done.without_picture:
-        say(f"{done.without_picture:,} items have no image that can be read.", err=True)
+            exported = write_parquet(opened, output, neighbors=count, **options)
+    say(f"Exported {quantity(exported.items, 'item')}: {output}")
+    if exported.without_vector:
+        say(f"{exported.without_vector:,} items have no vector and were left out.", err=True)
+    if exported.without_picture:
+        say(f"{exported.without_picture:,} items have no image that can be read.", err=True)

@@ -75,7 +75,7 @@ def write_parquet(
         raise DataError(f"{output} exists already. Choose another name, or pass --replace.")
     pa = pyarrow()
     bundle = index.follow()
-    done = Exported()
+    exported = Exported()
     kinds = {name: pa.string() for name in ("id", "label", "metadata", "path", "bundle")}
     kinds[VECTOR] = pa.list_(pa.float32(), bundle.manifest.vector)
     numbers: dict[str, int] = {}
@@ -88,17 +88,17 @@ def write_parquet(
         numbers = {item.id: row for row, item in enumerate(i for page in pages for i in page)}
     schema = pa.schema(kinds.items(), identity_metadata(bundle))
     with whole_file(output, DataError) as path, pa.parquet.ParquetWriter(path, schema) as file:
-        for items in _pages(index, bundle, filter, done, "exporting"):
+        for items in _pages(index, bundle, filter, exported, "exporting"):
             columns = _columns(items, bundle)
             if neighbors:
                 pictures = [_small_picture(index, item) for item in items]
-                done.without_picture += pictures.count(None)
+                exported.without_picture += pictures.count(None)
                 columns["image"] = [picture and {"bytes": picture} for picture in pictures]
                 columns["neighbors"] = _neighbors(index, bundle, items, numbers, neighbors)
             flat = pa.array(np.concatenate([item.arrays[VECTOR] for item in items]))
             columns[VECTOR] = pa.FixedSizeListArray.from_arrays(flat, bundle.manifest.vector)
             file.write_table(pa.table(columns, schema))
-    return done
+    return exported
 
 
 def write_fiftyone(
@@ -124,17 +124,17 @@ def write_fiftyone(
     if not (is_free or replace):
         raise exists
     bundle = index.follow()
-    done = Exported()
+    exported = Exported()
     labels: dict[str, Any] = {}
     vectors = []
     with whole_folder(output, replace=replace, exists_error=exists) as folder:
         (folder / "data").mkdir()
-        for items in _pages(index, bundle, filter, done, "exporting"):
+        for items in _pages(index, bundle, filter, exported, "exporting"):
             for item in items:
                 content = _original(index, item)
                 if content is None:
-                    done.items -= 1
-                    done.without_picture += 1
+                    exported.items -= 1
+                    exported.without_picture += 1
                     continue
                 format = str(format_of(content))
                 name = f"{len(labels):08}"
@@ -150,11 +150,11 @@ def write_fiftyone(
         text = json.dumps({"labels": labels, "embedding": bundle.sha256}, ensure_ascii=False)
         (folder / "labels.json").write_text(text, encoding="utf-8")
         np.save(folder / "vectors.npy", np.stack(vectors))
-    return done
+    return exported
 
 
 def _pages(
-    index: Index, bundle: Bundle, filter: str | None, done: Exported, what: str
+    index: Index, bundle: Bundle, filter: str | None, exported: Exported, what: str
 ) -> Iterator[list[Item]]:
     """Yield the items that have a vector, with their arrays, in the order of ids.
 
@@ -174,9 +174,9 @@ def _pages(
                     f"The index {index.path} was migrated to another bundle while its items were"
                     " exported. Run the command again."
                 )
-            done.items += len(items)
+            exported.items += len(items)
             any_items = any_items or bool(items)
-            done.without_vector += len(stored) - len(items)
+            exported.without_vector += len(stored) - len(items)
             if items:
                 yield items
             meter.update(len(page))

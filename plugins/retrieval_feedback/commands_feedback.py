@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from retrieval.cli import say, say_json
 from retrieval.cli.common import JSON, PATH, Duration, Group, command
+from retrieval.errors import StoreError, quantity
 
 if TYPE_CHECKING:
     from retrieval.feedback.feedback_record import FeedbackRecord, JudgedSearch
@@ -44,7 +45,7 @@ def list_feedback(path: Path, as_json: bool) -> None:
     """Count the searches and marks, in all and of each key and user."""
     with _open_record(path) as record:
         counts = record.counts()
-        voters = [
+        voters: list[dict[str, Any]] = [
             {"voter": voter, "searches": searches, "marks": marks, "last": _utc(last)}
             for voter, searches, marks, last in record.voters()
         ]
@@ -58,8 +59,8 @@ def list_feedback(path: Path, as_json: bool) -> None:
     )
     for entry in voters:
         say(
-            f"{entry['voter'] or 'without a key'}  {entry['searches']:,} searches,"
-            f" {entry['marks']:,} marks, last {entry['last']}"
+            f"{entry['voter'] or 'without a key'}  {_searches(entry['searches'])},"
+            f" {quantity(entry['marks'], 'mark')}, last {entry['last']}"
         )
 
 
@@ -73,7 +74,6 @@ def list_feedback(path: Path, as_json: bool) -> None:
 def export_feedback(path: Path, output: Path, key: str | None, user: str | None) -> None:
     """Write the searches that have marks, with the marks, one JSON object per line."""
     from retrieval.base.files import whole_file
-    from retrieval.errors import StoreError
 
     voter = _voter(key, user)
     count = 0
@@ -89,7 +89,7 @@ def export_feedback(path: Path, output: Path, key: str | None, user: str | None)
             if marks:
                 file.write(json.dumps(_as_json(entry, marks), ensure_ascii=False) + "\n")
                 count += 1
-    say(f"Wrote {count:,} searches with their marks to {output}.")
+    say(f"Wrote {_searches(count)} with marks to {output}.")
 
 
 @command(
@@ -122,11 +122,11 @@ def forget_feedback(
         before = time.time() - older_than.total_seconds()
     with _open_record(path) as record:
         counts = record.forget(voter=_voter(key, user), item=item, before=before)
-    say(f"Forgot {counts['searches']:,} searches and {counts['marks']:,} marks.")
+    say(f"Forgot {_searches(counts['searches'])} and {quantity(counts['marks'], 'mark')}.")
     if counts["tainted"]:
         say(
-            f"{counts['tainted']:,} metrics had learned from them: the next 'retrieval learn' takes"
-            " back the one that is served or on trial."
+            f"{quantity(counts['tainted'], 'metric')} had learned from them: the next 'retrieval"
+            " learn' takes back the one that is served or on trial."
         )
 
 
@@ -180,6 +180,10 @@ def _as_json(entry: JudgedSearch, marks: Any) -> dict[str, Any]:
             for voter, by_item in marks.items()
         },
     }
+
+
+def _searches(number: int) -> str:
+    return quantity(number, "search", "searches")
 
 
 def _utc(seconds: float) -> str:

@@ -24,7 +24,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from retrieval.base.files import hold, whole_file
 from retrieval.base.regular_files import read_plain
 from retrieval.base.strict_json import strict_loads
-from retrieval.errors import RetrievalError, listed
+from retrieval.errors import RetrievalError, listed, quantity
 
 from retrieval_server.settings import Role
 
@@ -321,8 +321,7 @@ class KeySource:
         except RetrievalError as error:
             log.warning("The keys stay as they were. %s", error)
         else:
-            count = "1 key" if len(self.keys) == 1 else f"{len(self.keys):,} keys"
-            log.warning("Read %s again; it has %s.", self._path, count)
+            log.warning("Read %s again; it has %s.", self._path, quantity(len(self.keys), "key"))
 
     def _stamp(self) -> tuple[int, ...] | None:
         """Return values that differ if the file has changed; `None` if there is no file."""

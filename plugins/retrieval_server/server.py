@@ -25,7 +25,14 @@ from retrieval.base.folder_kinds import StrPath
 from retrieval.base.machine import cores, default_threads, return_large_blocks
 from retrieval.base.runtime import Device
 from retrieval.bundle.probe import probe_fault
-from retrieval.errors import BundleError, DataError, MissingDependency, RetrievalError, StoreError
+from retrieval.errors import (
+    BundleError,
+    DataError,
+    MissingDependency,
+    RetrievalError,
+    StoreError,
+    quantity,
+)
 from retrieval.feedback.feedback_record import FeedbackRecord, feedback_file
 from retrieval.index.index import Index, open_index
 from retrieval.store.address import INDEX_NAME, Address, index_name, place_of
@@ -481,7 +488,7 @@ def announce(host: str, listeners: list[socket.socket], items: int, end: str) ->
     if len(listeners) > 1:
         health = f", health at port {listeners[1].getsockname()[1]}"
     url = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/"
-    print(f"Serving {items:,} items at {url} ({end}){health}", flush=True)
+    print(f"Serving {quantity(items, 'item')} at {url} ({end}){health}", flush=True)
     return url
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from retrieval.base.photo_files import address_of, unreadable
-from retrieval.errors import DataError, listed
+from retrieval.errors import DataError, listed, quantity
 
 Row = dict[str, str]
 
@@ -87,10 +87,9 @@ class CsvTable:
             comma = "ends with a comma, so that it "
         else:
             comma = ""
-        count = f"{len(values)} value{'s' if len(values) > 1 else ''}"
-        self.problems.append(
-            (line, f"it {comma}has {count}; the header names {len(self.columns)} columns.")
-        )
+        count = quantity(len(values), "value")
+        columns = quantity(len(self.columns), "column")
+        self.problems.append((line, f"it {comma}has {count}; the header names {columns}."))
 
     def files(self, root: Path | None, column: str = "path") -> None:
         """Convert backslashes in paths, and move rows whose path cannot be read to `problems`.

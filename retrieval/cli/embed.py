@@ -10,6 +10,7 @@ import click
 from retrieval.cli import say, say_json
 from retrieval.cli.common import DEVICE, JSON, PATH, VARIANT, command, limited, this_command
 from retrieval.cli.index import count_texts
+from retrieval.errors import quantity
 
 
 @command(
@@ -51,24 +52,20 @@ def embed_command(
     from retrieval.index.write_embeddings import EmbeddingOptions, embed_sources
 
     try:
-        done = embed_sources(bundle, list(sources), output, EmbeddingOptions(**settings))
+        written = embed_sources(bundle, list(sources), output, EmbeddingOptions(**settings))
     except KeyboardInterrupt:
         say(f"Finished files are kept in {output}. Go on with: {this_command()}", err=True)
         raise
-    say(*done.left_out, err=True)
+    say(*written.left_out, err=True)
     if as_json:
-        say_json(vars(done) | {"output": str(output)})
+        say_json(vars(written) | {"output": str(output)})
         return
-    if done.parts == 1:
-        files = "file"
-    else:
-        files = "files"
-    notes = [f"{done.parts:,} {files}", f"batches of {done.batch_size:,}"]
-    notes += count_texts({"done before": done.resumed, "named twice and taken once": done.repeated})
-    say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {output}")
-    if done.bad:
-        if done.bad == 1:
-            noun = "item"
-        else:
-            noun = "items"
-        say(f"{done.bad:,} {noun} could not be used; {output / 'bad.jsonl'} says why.", err=True)
+    notes = [quantity(written.parts, "file"), f"batches of {written.batch_size:,}"]
+    notes += count_texts(
+        {"done before": written.resumed, "named twice and taken once": written.repeated}
+    )
+    items = quantity(written.items, "item")
+    say(f"Embedded {items} in {written.seconds:.1f} s ({', '.join(notes)}): {output}")
+    if written.bad:
+        bad = quantity(written.bad, "item")
+        say(f"{bad} could not be used; {output / 'bad.jsonl'} says why.", err=True)

@@ -47,21 +47,22 @@ def calibrate_command(path: IndexPlace, as_json: bool, **settings: Any) -> None:
     added or deleted.
     """
     with opened_index(path) as opened:
-        done = opened.calibrate(**settings)
+        calibration = opened.calibrate(**settings)
     rows = []
     lines = [
-        f"{path}: calibrated on {done.classes:,} classes of {done.items:,} items; the smallest"
-        f" rate of false alarms is {done.least_rate:.2g}."
+        f"{path}: calibrated on {calibration.classes:,} classes of {calibration.items:,} items; the"
+        f" smallest rate of false alarms is {calibration.least_rate:.2g}."
     ]
-    for rate in sorted({done.least_rate, *_RATES}):
-        if rate >= done.least_rate:
-            shares = done.known(rate)
+    for rate in sorted({calibration.least_rate, *_RATES}):
+        if rate >= calibration.least_rate:
+            shares = calibration.known(rate)
             rows.append({"far": rate, **shares._asdict()})
             lines.append(
                 f"At {rate:.2g}, {shares.unknown:.1%} of known photos are called unknown, and"
                 f" {shares.wrong:.1%} get a wrong label."
             )
-    facts = {name: getattr(done, name) for name in ("classes", "items", "least_rate", "created")}
+    names = ("classes", "items", "least_rate", "created")
+    facts = {name: getattr(calibration, name) for name in names}
     tell(path, as_json, *lines, **facts, **settings, rates=rows)
 
 

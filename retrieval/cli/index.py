@@ -33,7 +33,7 @@ from retrieval.cli.common import (
     this_command,
 )
 from retrieval.cli.plugins import PLUGIN_OPTION, plugin_option
-from retrieval.errors import DataError, StoreError, listed, one_line
+from retrieval.errors import DataError, StoreError, listed, one_line, quantity
 
 if TYPE_CHECKING:
     from retrieval.base.runtime import Device
@@ -241,7 +241,7 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
     say(*summary.left_out, err=True)
     facts = {name: value for name, value in vars(summary).items() if name != "path"}
     took = f"{summary.seconds:.1f} s ({', '.join(notes)})"
-    tell(path, as_json, f"Indexed {summary.count:,} items in {took}: {path}", **facts)
+    tell(path, as_json, f"Indexed {quantity(summary.count, 'item')} in {took}: {path}", **facts)
 
 
 def _options(pairs: Sequence[str]) -> dict[str, Any]:
@@ -542,7 +542,8 @@ def duplicates_command(
     if as_json:
         return
     extra = sum(len(group.ids) - 1 for group in groups)
-    say(f"{len(groups):,} groups; {extra:,} items beyond the first of their group.", err=True)
+    count = quantity(len(groups), "group")
+    say(f"{count}; {quantity(extra, 'item')} beyond the first of their group.", err=True)
 
 
 def _targets(
@@ -712,26 +713,22 @@ def migrate_command(
     sentences = []
     with opened_index(path) as opened:
         if bundle is not None:
-            done = opened.migrate(bundle, **settings)
-            facts = _migrated(done)
+            migrated = opened.migrate(bundle, **settings)
+            facts = _report_migration(migrated)
             by_head = ""
-            if done.from_features:
-                by_head = f", {done.from_features:,} from kept features"
-            elif done.from_vectors:
-                by_head = f", {done.from_vectors:,} from stored vectors"
+            if migrated.from_features:
+                by_head = f", {migrated.from_features:,} from kept features"
+            elif migrated.from_vectors:
+                by_head = f", {migrated.from_vectors:,} from stored vectors"
             sentences.append(
-                f"{path}: {done.embedded:,} items embedded{by_head}; generation"
-                f" {done.generation.number} is served."
+                f"{path}: {quantity(migrated.embedded, 'item')} embedded{by_head}; generation"
+                f" {migrated.generation.number} is served."
             )
-            if done.golden is not None:
-                sentences.append(repr(done.golden))
+            if migrated.golden is not None:
+                sentences.append(repr(migrated.golden))
         if drop_old:
-            count = facts["dropped"] = opened.drop_old()
-            if count == 1:
-                noun = "generation"
-            else:
-                noun = "generations"
-            sentences.append(f"{path}: {count:,} older {noun} deleted.")
+            facts["dropped"] = opened.drop_old()
+            sentences.append(f"{path}: {quantity(facts['dropped'], 'older generation')} deleted.")
     tell(path, as_json, *sentences, **facts)
 
 
@@ -745,17 +742,17 @@ def rollback_command(path: IndexPlace, as_json: bool) -> None:
     Items that were added since are first embedded with the previous bundle.
     """
     with opened_index(path) as opened:
-        done = opened.rollback()
-    number = done.generation.number
-    count = done.embedded
+        migrated = opened.rollback()
+    number = migrated.generation.number
+    count = migrated.embedded
     sentence = f"generation {number} is served again; {count:,} items were embedded for it."
-    tell(path, as_json, f"{path}: {sentence}", **_migrated(done))
+    tell(path, as_json, f"{path}: {sentence}", **_report_migration(migrated))
 
 
-def _migrated(done: Migrated) -> dict[str, Any]:
+def _report_migration(migrated: Migrated) -> dict[str, Any]:
     """Say which items a migration skipped, and return its facts."""
-    say(*(f"skipped: {fault}" for fault in done.skipped), err=True)
-    facts = vars(done) | {"generation": done.generation.number}
+    say(*(f"skipped: {fault}" for fault in migrated.skipped), err=True)
+    facts = vars(migrated) | {"generation": migrated.generation.number}
     report = facts.pop("golden")
     if report is not None:
         facts["golden"] = report.values

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from retrieval.base.arrays import Pixels
-from retrieval.errors import DataError
+from retrieval.errors import DataError, quantity
 
 _UNSIGNED_BYTE = 0x08
 _MAX_BYTES = 1 << 31
@@ -36,10 +36,10 @@ class Count(NamedTuple):
     classes: int | None = None
 
     def __str__(self) -> str:
-        images = f"{self.images:,} image{'' if self.images == 1 else 's'}"
+        images = quantity(self.images, "image")
         if self.classes is None:
             return images
-        return f"{images} of {self.classes:,} class{'' if self.classes == 1 else 'es'}"
+        return f"{images} of {quantity(self.classes, 'class', 'classes')}"
 
 
 def differing(

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError, did_you_mean
+from retrieval.errors import (
+    DataError,
+    PluginError,
+    RecipeError,
+    RetrievalError,
+    did_you_mean,
+    quantity,
+)
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.importing import is_file_plugin, require_allowed
 from retrieval.host.plugins import Plugins, load_plugins
@@ -389,13 +396,8 @@ def _override(table: dict[str, Any], key: str, value: str) -> str | None:
             path = step
         if isinstance(node, list):
             if not step.isdigit() or int(step) >= len(node):
-                if len(node) == 1:
-                    entries = "entry"
-                else:
-                    entries = "entries"
-                return (
-                    f"{outer} has {len(node)} {entries}, numbered from 0; '{step}' is none of them."
-                )
+                entries = quantity(len(node), "entry", "entries")
+                return f"{outer} has {entries}, numbered from 0; '{step}' is none of them."
             node = node[int(step)]
         elif next_step.isdigit() and step not in node:
             return f"the recipe has no list '{path}'."

@@ -37,7 +37,7 @@ def test_list_counts_the_feedback_of_each_voter(cli, folder):
     done = cli("feedback", "list", folder)
     assert done.code == 0, done.err
     assert "3 searches, 3 of them with 4 marks by 3 keys and users; 0 trials." in done.out
-    assert "shop/ann  1 searches, 2 marks" in done.out
+    assert "shop/ann  1 search, 2 marks" in done.out
     listed = json.loads(cli("feedback", "list", folder / FEEDBACK_FILE, "--json").out)
     assert [entry["voter"] for entry in listed["of"]] == ["app", "shop", "shop/ann"]
     assert listed["marks"] == 4
@@ -80,7 +80,7 @@ def test_forget_says_that_a_metric_had_learned_from_it(cli, folder):
         fields = {"kind": "challenge", "base": "base", "challenger": "c", "head": b"h"}
         fields |= {"incumbent": "served", "learner": "x", "alpha": 0.1, "cutoff": 9}
         record.begin_trial(Trial(**fields, voters=frozenset({"shop"})))
-    assert "1 metrics had learned" in cli("feedback", "forget", folder, "--key", "shop").out
+    assert "1 metric had learned" in cli("feedback", "forget", folder, "--key", "shop").out
     with FeedbackRecord.open(folder / FEEDBACK_FILE) as record:
         assert record.open_trials()[0].tainted
 
