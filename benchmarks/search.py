@@ -174,6 +174,8 @@ def by_hand(folder: Path, vectors: Any, name: str) -> Search:
         (file,) = (folder / "arrays").glob(f"*.{name}")
         backend.load(file, vectors)
         faiss_index = backend._index
+        # The back end owns the memory that its index reads.
+        faiss_index.referenced_objects = [backend]
 
     def search(some: Any) -> Any:
         squared, rows = faiss_index.search(some, K)

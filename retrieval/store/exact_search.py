@@ -705,30 +705,63 @@ def _nearest_by_faiss(
     # A single query is compared on the calling thread.
     with faiss_threads(1) if size > 1 else nullcontext():
         faiss.knn_L2sqr(pointer, table, width, size, count, proposed, out, numbers, None, selector)
-    # An unused place has no row, and the largest number of float32; its query is not decided.
-    last = np.where(sums[:, -1] < _LARGEST, sums[:, -1], 0).tolist()
     rows.sort(axis=1)
     exact = queries.astype(np.float64)
-    pair = np.arange(size).repeat(proposed)
-    squared = squared_distances(exact, vectors, pair, rows.ravel()).reshape(rows.shape)
-    order = squared.argsort(axis=1, kind="stable")[:, :k]
+    squared, rows = nearest_first(candidate_distances(exact, vectors, rows), rows, k)
     lengths = [0.0]
     if size > 1:
-        order += proposed * np.arange(size)[:, None]
         lengths = np.sqrt(np.einsum("ij,ij->i", exact, exact)).tolist()
-    squared = squared.take(order)
-    reach = squared[:, -1].tolist()
+    # An unused place has no row, and the largest number of float32; its query is not decided.
     decided = [
-        _limit(square, width, 0.0, length) < limit
-        for square, length, limit in zip(reach, lengths, last, strict=True)
+        last < _LARGEST and _limit(square, width, 0.0, length) < last
+        for square, length, last in zip(
+            squared[:, -1].tolist(), lengths, sums[:, -1].tolist(), strict=True
+        )
     ]
-    return squared, rows.take(order), decided
+    return squared, rows, decided
 
 
 def _gamma(width: int) -> float:
     """Return γ of the module's docstring for sums of `width` products."""
     terms = (width + 16) * 2.0**-24
     return terms / (1 - terms)
+
+
+def candidate_distances(
+    queries: Floats64, vectors: Floats32, rows: Ints, columns: slice = slice(None)
+) -> Floats64:
+    """Return squared distances (Q, n) in float64 between queries and candidates of their own.
+
+    Args:
+        queries: (Q, width of `columns`).
+        vectors: (N, P).
+        rows: (Q, n), the candidates; -1 stands for the last row.
+        columns: columns of the vectors to compare.
+    """
+    count, width = queries.shape
+    squared = np.empty(rows.shape)
+    wide = max(1, min(rows.shape[1], _PAIR_NUMBERS // vectors.shape[1]))
+    step = max(1, _PAIR_NUMBERS // (wide * vectors.shape[1]))
+    for start in range(0, count, step):
+        for first in range(0, rows.shape[1], wide):
+            part = slice(start, start + step), slice(first, first + wide)
+            some = vectors.take(rows[part], axis=0)[:, :, columns]
+            difference = (queries[part[0], None] - some).reshape(-1, width)
+            sums = np.einsum("ij,ij->i", difference, difference)
+            squared[part] = sums.reshape(some.shape[:2])
+    return squared
+
+
+def nearest_first(squared: Floats64, rows: Ints, count: int) -> NearestRows:
+    """Return the `count` smallest distances of each query (Q, n), ascending, and their rows.
+
+    Equal distances keep their order.
+    """
+    order = squared.argsort(axis=1, kind="stable")[:, :count]
+    # `take` counts positions in the flattened array.
+    if len(rows) > 1:
+        order += rows.shape[1] * np.arange(len(rows))[:, None]
+    return squared.take(order), rows.take(order)
 
 
 def squared_distances(

@@ -150,7 +150,9 @@ def checked_search(
     fault = None
     if rows.shape != (len(queries), k) or rows.dtype.kind != "i":
         fault = f"{rows.dtype} of shape {rows.shape}"
-    elif rows.size and (rows.min() < -1 or rows.max() >= count):
+    elif rows.size and (
+        np.minimum.reduce(rows, None) < -1 or np.maximum.reduce(rows, None) >= count
+    ):
         fault = f"rows {rows.min():,} to {rows.max():,}"
     if fault:
         raise StoreError(

@@ -381,24 +381,36 @@ class LocalStore(Store):
         Rows with squared distances are cut to the nearest `count`. Without a connection, return
         None if an item is not in memory.
         """
-        wide = squared is not None and rows.shape[1] > count
-        if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
+        distances = squared
+        distinct = False
+        if squared is not None:
+            distances = np.sqrt(squared)
             # Without a tie at the end, the items beyond it need not be read.
-            squared, rows = squared[:, :count], rows[:, :count]
+            wide = distances[:, : count + 1]
+            distinct = bool((wide[:, 1:] > wide[:, :-1]).all())
+            if distinct:
+                rows = rows[:, :count]
+                distances = wide[:, :count]
         numbers = view.runs.numbers_of(rows)
         # -1 marks an unused place.
         used = rows >= 0
         if used.all():
             groups = numbers.tolist()
         else:
+            distinct = False
             groups = [group[mask].tolist() for group, mask in zip(numbers, used, strict=True)]
         answers = self._items_of(groups, connection)
         if answers is None:
             return None
-        distances = [None] * len(rows) if squared is None else np.sqrt(squared)
+        if distinct and distances is not None and not arrays:
+            return [
+                Candidates(items, {}, apart)
+                for items, apart in zip(answers, distances, strict=True)
+            ]
+        columns = [None] * len(rows) if distances is None else distances
         return [
             nearest_candidates(view, items, group[mask], apart, count, arrays)
-            for items, group, mask, apart in zip(answers, rows, used, distances, strict=True)
+            for items, group, mask, apart in zip(answers, rows, used, columns, strict=True)
         ]
 
     def _items_of(
@@ -413,18 +425,26 @@ class LocalStore(Store):
             self._bytes = 0
         # The cache is never stale, since an item that changes gets a new number.
         cached = self._items
-        missing = set(chain(*numbers)).difference(cached)
-        if missing and connection is None:
-            return None
-        # Every search has this stage, so that its count equals that of searches.
-        with stage("items", sum(map(len, numbers))):
-            sql = f"select {ITEM_COLUMNS} from items where n in (select value from json_each(?))"
-            if missing and connection is not None:
-                for row in ask(connection, sql, (json.dumps(list(missing)),)):
-                    cached[row[0]] = from_row(row)
-                    self._bytes += _ITEM_BYTES + 8 * len(row[3])
         try:
-            return [list(map(cached.__getitem__, group)) for group in numbers]
+            answers = [list(map(cached.__getitem__, group)) for group in numbers]
+        except KeyError:
+            if connection is None:
+                return None
+            answers = None
+        try:
+            # Every search has this stage, so that its count equals that of searches.
+            with stage("items", sum(map(len, numbers))):
+                if answers is None and connection is not None:
+                    missing = list(set(chain(*numbers)).difference(cached))
+                    sql = (
+                        f"select {ITEM_COLUMNS} from items where n in"
+                        " (select value from json_each(?))"
+                    )
+                    for row in ask(connection, sql, (json.dumps(missing),)):
+                        cached[row[0]] = from_row(row)
+                        self._bytes += _ITEM_BYTES + 8 * len(row[3])
+                    answers = [list(map(cached.__getitem__, group)) for group in numbers]
+            return answers
         except KeyError:
             raise StoreError(
                 f"The index {self.folder} is damaged: its record lacks an item that its arrays"

@@ -27,7 +27,7 @@ from retrieval.base.memory_map import FileMap
 from retrieval.base.regular_files import FULL, open_plain, out_of_files
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.store.contract import StoreUnavailable
-from retrieval.store.exact_search import nearest, squared_distances
+from retrieval.store.exact_search import candidate_distances, nearest, nearest_first
 from retrieval.store.items import NOT_SEARCHED, VECTOR, Floats, Generation
 from retrieval.store.record import (
     Record,
@@ -319,6 +319,9 @@ class NumberRuns:
         """Return the item numbers of rows, an array of any shape."""
         if not rows.size:
             return rows
+        if len(self.rows) == 1:
+            consecutive: Ints = rows + (self.numbers[0] - self.rows[0])
+            return consecutive
         run = self.rows.searchsorted(rows, "right") - 1
         numbers: Ints = rows + (self.numbers[run] - self.rows[run])
         return numbers
@@ -515,7 +518,7 @@ class View(GenerationRows):
         if len(answers) == 1:
             return answers[0]
         squared, rows = (np.hstack(both) for both in zip(*answers, strict=True))
-        return _nearest_first(squared, rows, count)
+        return nearest_first(squared, rows, count)
 
     def read(
         self, connection: apsw.Connection, numbers: Ints, names: Sequence[str]
@@ -548,20 +551,9 @@ def _measured(
     """
     columns = slice(*span)
     exact = queries[:, columns].astype(np.float64)
-    query = np.arange(len(rows)).repeat(rows.shape[1])
-    # The padding -1 stands for the last row here, and is masked below.
-    squared = squared_distances(exact, vectors, query, rows.ravel(), columns).reshape(rows.shape)
+    squared = candidate_distances(exact, vectors, rows, columns)
     squared[rows < 0] = np.inf
-    return _nearest_first(squared, rows, count)
-
-
-def _nearest_first(squared: Floats64, rows: Ints, count: int) -> tuple[Floats64, Ints]:
-    """Return the `count` smallest distances per query, ascending, and their rows."""
-    order = squared.argsort(axis=1, kind="stable")[:, :count]
-    # `take` counts positions in the flattened array.
-    if len(rows) > 1:
-        order += rows.shape[1] * np.arange(len(rows))[:, None]
-    return squared.take(order), rows.take(order)
+    return nearest_first(squared, rows, count)
 
 
 class Views:
