@@ -225,9 +225,9 @@ def manifest(
         refuse(str(manifest), ["it lists no image."])
     notes: list[str] = []
     if skip_bad:
-        kept, notes = skip_unreadable([path_in(root, row[path]) for row in rows], str(manifest))
-        rows = [rows[i] for i in kept]
-        boxes = [boxes[i] for i in kept]
+        readable, notes = skip_unreadable([path_in(root, row[path]) for row in rows], str(manifest))
+        rows = [rows[i] for i in readable]
+        boxes = [boxes[i] for i in readable]
     columns = list(rows[0])
     reserved = (path, label, *OPTIONAL, *FLAGS, *(BOX if boxed else ()))
     further = [name for name in columns if name not in reserved]
@@ -315,7 +315,7 @@ def _read_table(file: Path, root: Path, path: str, label: str) -> CsvTable:
 
 def _flags_to_roles(table: CsvTable) -> None:
     """Convert OML's `is_query` and `is_gallery` to roles, and its validation to the test side."""
-    both = []
+    ambiguous = []
     single = False
     for line, row in table.rows:
         row["role"] = ""
@@ -326,19 +326,19 @@ def _flags_to_roles(table: CsvTable) -> None:
         # OML has no third side: what it validates on is the test side here.
         query, gallery = (row[flag].lower() in _TRUE for flag in FLAGS)
         if query and gallery:
-            both.append(line)
+            ambiguous.append(line)
         elif query or gallery:
             single = True
             row["role"] = "query" if query else "gallery"
         elif row.get("split"):
             table.problems.append((line, "is_query or is_gallery must be true outside train."))
-    if both and single:
-        if len(both) > 1:
-            also = f" (and in {len(both) - 1:,} more lines)"
+    if ambiguous and single:
+        if len(ambiguous) > 1:
+            also = f" (and in {len(ambiguous) - 1:,} more lines)"
         else:
             also = ""
         problem = (
             f"is_query and is_gallery are both true{also}, but in other rows only one is true."
             " Either all rows of the test side must have both roles, or each must have one."
         )
-        table.problems.append((both[0], problem))
+        table.problems.append((ambiguous[0], problem))

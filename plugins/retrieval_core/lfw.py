@@ -58,22 +58,22 @@ def lfw_people(
         # If the folder is a link, its parent and the parent of its target are searched.
         around = dict.fromkeys([folder, folder.absolute().parent, folder.resolve().parent])
         if lists is None:
-            places = list(around)
+            folders = list(around)
         else:
-            places = [lists]
-        sides = _sides(places, view, fold, keys, problems)
+            folders = [lists]
+        sides = _sides(folders, view, fold, keys, problems)
     if problems:
         refuse(str(folder), problems)
-    kept = sorted(sides)
+    rows = sorted(sides)
     if skip_bad:
-        readable, unread = skip_unreadable([files[i] for i in kept], str(folder))
+        readable, unread = skip_unreadable([files[i] for i in rows], str(folder))
         notes += unread
-        kept = [kept[i] for i in readable]
+        rows = [rows[i] for i in readable]
     return FileDataset(
-        [files[i] for i in kept],
-        [keys[i].split("/")[0] for i in kept],
-        [keys[i] for i in kept],
-        splits=None if view == "none" else [sides[i] for i in kept],
+        [files[i] for i in rows],
+        [keys[i].split("/")[0] for i in rows],
+        [keys[i] for i in rows],
+        splits=None if view == "none" else [sides[i] for i in rows],
         advice=ADVICE,
         notes=notes,
     )

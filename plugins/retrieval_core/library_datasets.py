@@ -87,10 +87,10 @@ def torchvision_dataset(
             )
         ) from error
     if len(parts) > 1:
-        whole = parts
+        data = parts
     else:
-        whole = parts[""]
-    return as_dataset(whole, name=f"torchvision's {dataset}")
+        data = parts[""]
+    return as_dataset(data, name=f"torchvision's {dataset}")
 
 
 def huggingface(
@@ -130,22 +130,22 @@ def huggingface(
             f"Hugging Face's datasets cannot load {source!r}: {first_line(error)}."
         ) from error
     if isinstance(loaded, Mapping):
-        whole = loaded
+        splits = loaded
     else:
-        whole = {train: loaded}
+        splits = {train: loaded}
     if test is None or not isinstance(loaded, Mapping):
         chosen = [train]
     else:
         chosen = [train, test]
     problems = [
-        f"there is no split '{side}', only {', '.join(whole)}.{did_you_mean(side, whole)}"
+        f"there is no split '{side}', only {', '.join(splits)}.{did_you_mean(side, splits)}"
         for side in chosen
-        if side not in whole
+        if side not in splits
     ]
     for side in chosen:
         for column in (image, label):
-            if side in whole and column not in whole[side].column_names:
-                columns = whole[side].column_names
+            if side in splits and column not in splits[side].column_names:
+                columns = splits[side].column_names
                 problems.append(
                     f"split '{side}' has no column '{column}', only"
                     f" {', '.join(columns)}.{did_you_mean(column, columns)}"
@@ -153,7 +153,7 @@ def huggingface(
     if problems:
         refuse(source, problems)
     if len(chosen) > 1:
-        sides = {"train": whole[train], "test": whole[test]}
+        sides = {"train": splits[train], "test": splits[test]}
     else:
-        sides = whole[train]
+        sides = splits[train]
     return usable_dataset(as_dataset(sides, image=image, label=label, name=source), source)

@@ -343,10 +343,10 @@ def _efficientnet_lite(number: int, trained_size: int, doc: str) -> Callable[...
         shorter = math.floor(size / crop)
         preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", shorter)
         if levels is None:
-            whole = network
+            module = network
         else:
-            whole = Levels(network, preprocessing, levels)
-        return Network(whole, preprocessing, f"EfficientNet-Lite{number}", normalise)
+            module = Levels(network, preprocessing, levels)
+        return Network(module, preprocessing, f"EfficientNet-Lite{number}", normalise)
 
     build.__name__ = build.__qualname__ = f"efficientnet_lite{number}"
     build.__doc__ = doc

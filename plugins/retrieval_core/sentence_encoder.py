@@ -40,11 +40,11 @@ class SentenceEncoder(TextEncoder):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return features (N, F) of ids and mask (N, L)."""
-        kept = mask.float()
+        weights = mask.float()
         # In this form the library's code does not read the mask, which no graph could follow.
-        added = (1 - kept)[:, None, None, :] * -1e9
+        added = (1 - weights)[:, None, None, :] * -1e9
         outputs: Tensor = self.transformer(input_ids=ids, attention_mask=added).last_hidden_state
-        features = (outputs * kept[..., None]).sum(1) / kept.sum(1, keepdim=True)
+        features = (outputs * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
         if self.normalise:
             return functional.normalize(features)
         return features

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from retrieval.cli import say
-from retrieval.cli.common import FILTER, PATH, Choice, IndexArgument, command
+from retrieval.cli.common import FILTER, PATH, Choice, IndexArgument, command, refuse_options
 from retrieval.errors import quantity
 
 
@@ -36,6 +36,8 @@ def export_items(index: Any, output: Path, to: str, neighbors: int, **options: A
 
     Each file of vectors carries the name of their embedding.
     """
+    if to != "atlas":
+        refuse_options("without --to atlas", {"neighbors"})
     from retrieval.index.index import open_index
 
     from retrieval_exports.layouts import write_fiftyone, write_parquet

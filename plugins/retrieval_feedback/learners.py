@@ -165,9 +165,9 @@ class LowRank(MomentLearner):
         values, vectors = np.linalg.eigh(sum_)
         whitening = (vectors / np.sqrt(values)) @ vectors.T
         values, vectors = np.linalg.eigh(whitening @ difference @ whitening)
-        kept = np.argsort(-np.abs(values), kind="stable")[: self.rank]
-        directions = vectors[:, kept]
+        largest = np.argsort(-np.abs(values), kind="stable")[: self.rank]
+        directions = vectors[:, largest]
         root: Floats64 = (
-            np.eye(len(values)) + (directions * np.expm1(values[kept] / 2)) @ directions.T
+            np.eye(len(values)) + (directions * np.expm1(values[largest] / 2)) @ directions.T
         )
         return root

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import click
-from retrieval.cli.common import PATH, command
+from retrieval.cli.common import PATH, command, refuse_options
 from retrieval.errors import DataError, needing
 
 
@@ -33,8 +33,8 @@ def mcp(address: str, photos: Path, index: str | None) -> None:
     if not photos.is_dir():
         raise DataError(f"There is no folder {photos}, which --photos names. Create it first.")
     is_server = address.startswith(("http://", "https://"))
-    if index is not None and not is_server:
-        raise click.UsageError("Leave --index out: INDEX is no server.")
+    if not is_server:
+        refuse_options("unless INDEX is a server", {"index"})
     with needing("A server for agents needs mcp", "mcp"):
         from retrieval_mcp.tools import server_of
     from retrieval_mcp.searched_index import LocalIndex, ServedIndex

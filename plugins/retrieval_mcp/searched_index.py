@@ -24,20 +24,18 @@ class LocalIndex:
         """Return what the index is, in a sentence."""
         return f"An index of {len(self._index):,} images."
 
-    def search(
-        self,
-        image: bytes | None,
-        text: str | None,
-        like: Sequence[str],
-        k: int,
-        filter: str | None,
-    ) -> dict[str, Any]:
-        """Return the nearest items, and the name of the embedding as `bundle`."""
+    def search(self, image: bytes | None, k: int, **options: Any) -> dict[str, Any]:
+        """Return the nearest items, and the name of the embedding as `bundle`.
+
+        Args:
+            image: bytes of the query image, or None.
+            k: largest number of items.
+            options: `text`, `like` and `filter` of `Index.search`.
+        """
         # The index takes unknown ids for paths of files, which an agent may not name here.
-        items = self._index.get(like)
-        if missing := [id for id in like if id not in items]:
+        items = self._index.get(options["like"])
+        if missing := [id for id in options["like"] if id not in items]:
             raise DataError(f"The index has no item {some(missing)}.")
-        options: dict[str, Any] = {"filter": filter, "like": list(like), "text": text}
         chosen = {name: value for name, value in options.items() if value}
         hits = self._index.search(image, k, **chosen)
         return {"results": _facts(hits), "bundle": self._index.bundle.sha256}
@@ -82,16 +80,9 @@ class ServedIndex:
         """See `LocalIndex`."""
         return f"The index {self._about.name} of {self._about.items:,} images."
 
-    def search(
-        self,
-        image: bytes | None,
-        text: str | None,
-        like: Sequence[str],
-        k: int,
-        filter: str | None,
-    ) -> dict[str, Any]:
+    def search(self, image: bytes | None, k: int, **options: Any) -> dict[str, Any]:
         """See `LocalIndex`."""
-        answer = self._client.search(image, text=text, like=list(like), k=k, filter=filter)
+        answer = self._client.search(image, k=k, **options)
         return {"results": _facts(answer), "bundle": answer.bundle}
 
     def identify(self, image: bytes, far: float) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def server_of(index: LocalIndex | ServedIndex, photos: Path) -> MCPServer[Any]:
             if sum((image is not None, text is not None, bool(like))) != 1:
                 raise DataError("Give exactly one of image, text and like.")
             content = None if image is None else image_bytes(image, photos)
-            return index.search(content, text, like, k, filter)
+            return index.search(content, k, text=text, like=list(like), filter=filter)
 
         return _answered(work)
 

@@ -146,23 +146,23 @@ def _checked(
     """
     reason = "their pixels differ"
     try:
-        ours = read()
-        mean, std = (np.array(x)[:, None, None] for x in (ours.mean, ours.std))
+        preprocessing = read()
+        mean, std = (np.array(x)[:, None, None] for x in (preprocessing.mean, preprocessing.std))
         random = np.random.default_rng(0)
         for height, width in ((61, 97), (330, 200)):
             noise = random.integers(0, 256, (height, width, 3), np.uint8)
             image = Image.fromarray(noise)
-            theirs = (np.asarray(prepared(image)) * std + mean) * 255
+            pixels = (np.asarray(prepared(image)) * std + mean) * 255
             # Each library rounds half a pixel in its own way, so the crop may begin a pixel apart.
             shifted = [
-                np.roll(theirs, shift, (1, 2))[:, 1:-1, 1:-1] - ours(image)[:, 1:-1, 1:-1]
+                np.roll(pixels, shift, (1, 2))[:, 1:-1, 1:-1] - preprocessing(image)[:, 1:-1, 1:-1]
                 for shift in product((0, 1, -1), repeat=2)
             ]
             # `not … <=` also refuses NaN.
             if not min(np.abs(difference).mean() for difference in shifted) <= _LEVELS:
                 break
         else:
-            return ours
+            return preprocessing
     except (KeyError, TypeError, ValueError) as error:
         reason = first_line(error)
     raise ValueError(
@@ -348,16 +348,16 @@ def open_clip_text(model: str, weights: str | None = None, normalise: bool = Fal
     """
     open_clip = _library("open_clip")
     built = _open_clip(model, weights, "text")
-    theirs = open_clip.get_tokenizer(model)
-    inner = getattr(theirs, "tokenizer", None)
-    tokenizer = _clip_tokenizer(theirs) if inner is None else inner.backend_tokenizer
-    tokenizer.enable_truncation(theirs.context_length)
+    library_tokenizer = open_clip.get_tokenizer(model)
+    inner = getattr(library_tokenizer, "tokenizer", None)
+    tokenizer = _clip_tokenizer(library_tokenizer) if inner is None else inner.backend_tokenizer
+    tokenizer.enable_truncation(library_tokenizer.context_length)
     tokenizer.enable_padding(
-        pad_id=0 if inner is None else inner.pad_token_id, length=theirs.context_length
+        pad_id=0 if inner is None else inner.pad_token_id, length=library_tokenizer.context_length
     )
     samples = ["a red mug", "Ünder 2 RED mugs, it's: don't?!", "mug " * 100, "東京 42"]
-    ours = [encoding.ids for encoding in tokenizer.encode_batch(samples)]
-    if ours != theirs(samples).tolist():
+    ids = [encoding.ids for encoding in tokenizer.encode_batch(samples)]
+    if ids != library_tokenizer(samples).tolist():
         raise ValueError(f"the tokenizer of {model} cannot be expressed by the package tokenizers")
 
     def features(tower: Any, ids: Tensor) -> Tensor:
@@ -367,12 +367,16 @@ def open_clip_text(model: str, weights: str | None = None, normalise: bool = Fal
     return TextTower(built, features, tokenizer, normalise)
 
 
-def _clip_tokenizer(theirs: Any) -> Any:
+def _clip_tokenizer(library_tokenizer: Any) -> Any:
     """Return open_clip's tokenizer of CLIP as one of the package `tokenizers`."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
     tokenizer = Tokenizer(
-        models.BPE(vocab=theirs.encoder, merges=[*theirs.bpe_ranks], end_of_word_suffix="</w>")
+        models.BPE(
+            vocab=library_tokenizer.encoder,
+            merges=[*library_tokenizer.bpe_ranks],
+            end_of_word_suffix="</w>",
+        )
     )
     tokenizer.normalizer = normalizers.Sequence(
         [
@@ -391,7 +395,10 @@ def _clip_tokenizer(theirs: Any) -> Any:
     start, end = "<start_of_text>", "<end_of_text>"
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{start} $A {end}",
-        special_tokens=[(start, theirs.sot_token_id), (end, theirs.eot_token_id)],
+        special_tokens=[
+            (start, library_tokenizer.sot_token_id),
+            (end, library_tokenizer.eot_token_id),
+        ],
     )
     return tokenizer
 

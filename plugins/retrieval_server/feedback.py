@@ -277,11 +277,11 @@ class Feedback:
         if vectors is None:
             return None
         k = query.options.k
-        own = query.inputs[0].id
+        query_id = query.inputs[0].id
         depth = max(_CANDIDATES, 10 * k)
-        depth += own is not None
+        depth += query_id is not None
         nearest = index.search(queries, depth, text=query.texts, filter=query.filter)[0]
-        hits = {hit.id: hit for hit in nearest if hit.id != own}
+        hits = {hit.id: hit for hit in nearest if hit.id != query_id}
         items = index.get(hits, arrays=True)
         # The arrays may belong to the new bundle.
         if index.follow() is not bundle:

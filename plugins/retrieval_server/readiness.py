@@ -79,16 +79,16 @@ class Readiness:
             log.warning("%s", self._fallback)
         slow = f"Searches take longer than {self._served.settings.deadline:g} seconds."
         silent = "The storage of the index does not answer."
-        before = _first(self._faults)
+        earlier = _first(self._faults)
         self._faults = {
             "index": await self._fault_of(self._files(), silent),
             "search": await self._fault_of(self._search(), slow),
             "model": await self._fault_of(self._model(), slow),
         }
-        now = _first(self._faults)
-        if now is not None and now != before:
-            log.warning("Not ready. %s", now)
-        elif now is None and before not in (None, _NEW):
+        fault = _first(self._faults)
+        if fault is not None and fault != earlier:
+            log.warning("Not ready. %s", fault)
+        elif fault is None and earlier not in (None, _NEW):
             log.warning("Ready again.")
 
     async def _fault_of(self, part: Awaitable[str | None], late: str) -> str | None:

@@ -149,8 +149,8 @@ def probe_fault(bundle: Bundle) -> str | None:
         vector = bundle.encode_text(text.probe.text).vector[0].astype(np.float64)
     except DataError:
         return "The model is broken: it embeds the bundle's text probe as NaN or infinity."
-    apart = float(np.abs(expected - vector).max()) / (float(np.linalg.norm(expected)) or 1.0)
-    return _broken(apart, _allowed(bundle, text.verified.tolerance))
+    difference = float(np.abs(expected - vector).max()) / (float(np.linalg.norm(expected)) or 1.0)
+    return _broken(difference, _allowed(bundle, text.verified.tolerance))
 
 
 def _image_fault(bundle: Bundle) -> str | None:
@@ -176,12 +176,14 @@ def _image_fault(bundle: Bundle) -> str | None:
     # A vector of zeros has no length to divide by.
     length = float(np.linalg.norm(expected)) or 1.0
     if variant is None:  # the limit is the tolerance of the comparison with torch
-        apart = float(np.abs(expected - vector).max()) / length
+        difference = float(np.abs(expected - vector).max()) / length
         allowed = _allowed(bundle, manifest.verified.tolerance)
     else:  # the limit is twice the largest 1 − cosine that the export measured
-        apart = 1.0 - float(expected @ vector) / ((length * float(np.linalg.norm(vector))) or 1.0)
+        difference = 1.0 - float(expected @ vector) / (
+            (length * float(np.linalg.norm(vector))) or 1.0
+        )
         allowed = max(2.0 * (1.0 - manifest.variants[variant].cosine.min), _ALLOWED_DRIFT)
-    return _broken(apart, allowed)
+    return _broken(difference, allowed)
 
 
 def _allowed(bundle: Bundle, tolerance: float) -> float:
@@ -190,11 +192,11 @@ def _allowed(bundle: Bundle, tolerance: float) -> float:
     return max(tolerance, _ALLOWED_CUDA)
 
 
-def _broken(apart: float, allowed: float) -> str | None:
-    if apart <= allowed:
+def _broken(difference: float, allowed: float) -> str | None:
+    if difference <= allowed:
         return None
     return (
-        f"The model is broken: its embedding of the bundle's probe differs by {apart:.2g} from the"
-        f" one at export; {allowed:.2g} is allowed. This processor or ONNX Runtime may be at"
+        f"The model is broken: its embedding of the bundle's probe differs by {difference:.2g} from"
+        f" the one at export; {allowed:.2g} is allowed. This processor or ONNX Runtime may be at"
         " fault; run `retrieval doctor`."
     )

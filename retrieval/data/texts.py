@@ -64,12 +64,12 @@ class TextLabels:
         right[self.pairs[:2]] = True
         if len(indices) == 3:
             anchor, positive, negative = indices
-            kept = right[anchor, positive] & ~right[anchor, negative]
-            return anchor[kept], positive[kept], negative[kept]
-        near, positive, far, negative = indices
-        kept = right[near, positive]
-        apart = ~right[far, negative]
-        return near[kept], positive[kept], far[apart], negative[apart]
+            is_right = right[anchor, positive] & ~right[anchor, negative]
+            return anchor[is_right], positive[is_right], negative[is_right]
+        anchor_1, positive, anchor_2, negative = indices
+        is_right = right[anchor_1, positive]
+        is_wrong = ~right[anchor_2, negative]
+        return anchor_1[is_right], positive[is_right], anchor_2[is_wrong], negative[is_wrong]
 
     def pin_memory(self) -> Self:
         """Return the labels in pinned memory, which a GPU copies asynchronously."""

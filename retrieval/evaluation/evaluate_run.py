@@ -653,14 +653,14 @@ def open_set(
     Raises:
         DataError: no query is unknown, or none is known.
     """
-    rows, apart = search.first(np.arange(len(query_class)))
+    rows, distances = search.first(np.arange(len(query_class)))
     known = relevant_items(search, query_class, item_class) > 0
     refuse_one_kind(known)
     right = known & (rows[:, 0] >= 0) & (item_class[rows[:, 0]] == query_class)
-    unknown = np.sort(apart[~known, 0])
-    identified = np.sort(apart[right, 0])
+    unknown = np.sort(distances[~known, 0])
+    identified = np.sort(distances[right, 0])
     # a query without visible items is never accepted
-    thresholds = np.unique(apart[rows[:, 0] >= 0, 0])
+    thresholds = np.unique(distances[rows[:, 0] >= 0, 0])
     false_alarms = np.searchsorted(unknown, thresholds, side="right") / len(unknown)
     rates = np.searchsorted(identified, thresholds, side="right") / int(known.sum())
     metrics = {}

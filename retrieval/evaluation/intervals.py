@@ -42,13 +42,13 @@ def difference_over_classes(
     """
     from scipy.special import stdtrit  # takes a tenth of a second to import
 
-    apart = np.subtract(sums, reference)
+    differences = np.subtract(sums, reference)
     sizes = np.asarray(counts, np.float64)
-    mean = apart.sum() / sizes.sum()
+    mean = differences.sum() / sizes.sum()
     classes = len(sizes)
     if classes < 2:
         return Mean(float(mean), np.inf)
-    squares = np.square(apart - mean * sizes).sum()
+    squares = np.square(differences - mean * sizes).sum()
     error = np.sqrt(squares * classes / (classes - 1)) / sizes.sum()
     half = float(stdtrit(classes - 1, 1 - LEVEL / 2)) * error
     return Mean(float(mean), float(half))

@@ -138,13 +138,13 @@ def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, 
     search = NeighborSearch(
         codes, None, None, combiner and combiner.compute_mat, device=run.device.type
     )
-    near, distances = search.nearest(min(k, len(items) - 1), rows)
-    figure = Picture(near.shape[1] + 1.6, 1.18 * len(rows))
-    grid = figure.subplots(len(rows), near.shape[1] + 1, squeeze=False)
+    nearest, distances = search.nearest(min(k, len(items) - 1), rows)
+    figure = Picture(nearest.shape[1] + 1.6, 1.18 * len(rows))
+    grid = figure.subplots(len(rows), nearest.shape[1] + 1, squeeze=False)
     names = [run.splits.classes[int(run.splits.labels[item])] for item in items]
-    for cells, row, hits, apart in zip(grid, rows, near, distances, strict=True):
+    for cells, row, hits, row_distances in zip(grid, rows, nearest, distances, strict=True):
         _query(cells[0], run.dataset[int(items[row])], names[row])
-        for cell, hit, distance in zip(cells[1:], hits, apart, strict=True):
+        for cell, hit, distance in zip(cells[1:], hits, row_distances, strict=True):
             _answer(cell, run.dataset[int(items[hit])], names[hit], distance, names[row])
     figure.canvas.draw()
     return np.array(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]

@@ -88,13 +88,13 @@ class Plugins:
 
     def factories(self, kind: str) -> dict[str, Factory]:
         """Return all usable factories of a kind by full name, sorted."""
-        every = self._factories(kind).items()
-        return {name: factory for name, factory in every if isinstance(factory, Factory)}
+        factories = self._factories(kind).items()
+        return {name: factory for name, factory in factories if isinstance(factory, Factory)}
 
     def disabled(self, kind: str) -> dict[str, str]:
         """Return why factories cannot be used, by full name (by plugin if its hook failed)."""
-        every = self._factories(kind).items()
-        return {name: str(fault) for name, fault in every if isinstance(fault, PluginError)}
+        factories = self._factories(kind).items()
+        return {name: str(fault) for name, fault in factories if isinstance(fault, PluginError)}
 
     def _factories(self, kind: str) -> dict[str, Factory | PluginError]:
         return {name: self._factory(kind, name) for name in sorted(self._offered(kind))}
@@ -154,9 +154,9 @@ class Plugins:
 
     def full_name(self, kind: str, name: str) -> str:
         """Return a built-in part's full name, such as `core.flat` for `flat`; others unchanged."""
-        whole = f"{BUILT_IN}.{name}"
-        if kind in SHORT and self.named(kind, whole):
-            return whole
+        full_name = f"{BUILT_IN}.{name}"
+        if kind in SHORT and self.named(kind, full_name):
+            return full_name
         return name
 
     def find(self, kind: str, name: str) -> Factory:

@@ -446,17 +446,17 @@ class _Classes:
         """Return the distances of a probe's nearest hits of another class and of its own."""
         name = self.class_of[probe.id]
         burst = self._burst(probe)
-        own = np.inf
+        to_own = np.inf
         if len(self.by_class[name]) == self._alike[name, burst]:
-            own = np.nan
+            to_own = np.nan
         for hit in hits:
             hit_class = read_field(hit, self.label)
             if hit_class is None or self._burst(hit) == burst:
                 continue
             if hit_class != name:
-                return hit.distance, own
-            own = min(own, hit.distance)
-        return np.inf, own
+                return hit.distance, to_own
+            to_own = min(to_own, hit.distance)
+        return np.inf, to_own
 
 
 def as_queries(bundle: Bundle, items: Sequence[Item]) -> Encoded:

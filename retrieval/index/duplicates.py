@@ -112,8 +112,8 @@ def _groups(
     with Meter("counting", len(ids), "items") as meter:
         for start in range(0, len(ids), _PAGE_ITEMS):
             block = ids[start : start + _PAGE_ITEMS]
-            for id, near in neighbours(block, _MAX_NEIGHBOURS).items():
-                count = len(copies[id]) + sum(1 + len(copies[other]) for other in near)
+            for id, distance_of in neighbours(block, _MAX_NEIGHBOURS).items():
+                count = len(copies[id]) + sum(1 + len(copies[other]) for other in distance_of)
                 if count:
                     counts[id] = min(count, _MAX_NEIGHBOURS)
             meter.update(len(block))
@@ -124,10 +124,10 @@ def _groups(
     with Meter("grouping", len(order), "items") as meter:
         for start in range(0, len(order), _GROUPS):
             block = [id for id in order[start : start + _GROUPS] if id not in grouped]
-            for id, near in neighbours(block, len(original)).items():
+            for id, distance_of in neighbours(block, len(original)).items():
                 if id in grouped:
                     continue
-                free = {other: near[other] for other in near if other not in grouped}
+                free = {other: distance_of[other] for other in distance_of if other not in grouped}
                 firsts = _unreviewed({id: 0.0, **free}, reviews)
                 distances = {copy: firsts[first] for first in firsts for copy in copies[first]}
                 distances |= firsts
@@ -196,9 +196,11 @@ def _neighbours_by_search(
         searched = _neighbours(index, items, limits, within, filter)
         for item, answer in zip(items, searched, strict=True):
             # An item may have been added since the originals were read.
-            near = {original[id]: distance for id, distance in answer.items() if id in original}
-            near.pop(item.id, None)
-            answers[item.id] = near
+            distance_of = {
+                original[id]: distance for id, distance in answer.items() if id in original
+            }
+            distance_of.pop(item.id, None)
+            answers[item.id] = distance_of
         return answers
 
     return neighbours
@@ -241,19 +243,21 @@ def _hashes(item: Item) -> list[bytes]:
     return [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
 
 
-def _unreviewed(near: Mapping[str, float], reviews: Mapping[str, set[int]]) -> dict[str, float]:
+def _unreviewed(
+    distance_of: Mapping[str, float], reviews: Mapping[str, set[int]]
+) -> dict[str, float]:
     """Return the representative, which comes first, and the nearest items, with their distances.
 
     An item that was reviewed together with one that is returned is left out.
     """
     chosen = {}
     seen: set[int] = set()
-    representative, *members = near
-    for id in (representative, *sorted(members, key=lambda id: (near[id], id))):
+    representative, *members = distance_of
+    for id in (representative, *sorted(members, key=lambda id: (distance_of[id], id))):
         sets = reviews.get(id, set())
         if seen.isdisjoint(sets):
             seen |= sets
-            chosen[id] = near[id]
+            chosen[id] = distance_of[id]
     return chosen
 
 

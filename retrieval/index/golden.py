@@ -381,10 +381,11 @@ def scores_of(
         for start in range(0, len(queries), _BATCH):
             rows = slice(start, start + _BATCH)
             # One more, because a query by id finds its own item.
-            nearest = search(encoded[rows], k + 1)
-            deep = search(encoded[rows], DEPTH + 1) if is_deep else nearest
-            for query, near, far in zip(queries[rows], nearest, deep, strict=True):
-                scores.append(_score(query, _ids(query, near, k), _ids(query, far, DEPTH), metrics))
+            answers = search(encoded[rows], k + 1)
+            deep_answers = search(encoded[rows], DEPTH + 1) if is_deep else answers
+            for query, hits, deep_hits in zip(queries[rows], answers, deep_answers, strict=True):
+                nearest = _ids(query, hits, k)
+                scores.append(_score(query, nearest, _ids(query, deep_hits, DEPTH), metrics))
                 meter.update(1)
     return scores
 
@@ -414,21 +415,21 @@ def _largest_k(metrics: Iterable[str]) -> int:
 
 def _ids(query: GoldenQuery, hits: Sequence[Hit], k: int) -> list[str]:
     """Return the ids of the first k hits, without the item that is the query."""
-    own = query.source if isinstance(query.source, str) else None
-    return [hit.id for hit in hits if hit.id != own][:k]
+    query_id = query.source if isinstance(query.source, str) else None
+    return [hit.id for hit in hits if hit.id != query_id][:k]
 
 
 def _score(
-    query: GoldenQuery, near: list[str], far: list[str], metrics: Sequence[str]
+    query: GoldenQuery, nearest: list[str], deep: list[str], metrics: Sequence[str]
 ) -> QueryScore:
-    """Return the score of hits; metrics at k look at those that are `near`."""
+    """Return the score of hits; metrics at k look at those that are `nearest`."""
     best = np.array(sorted(query.relevant.values(), reverse=True))
     values = {}
     for name in metrics:
-        hits = near if "@" in name else far
+        hits = nearest if "@" in name else deep
         values[name] = _value(name, np.array([query.relevant.get(id, 0.0) for id in hits]), best)
-    missed = sorted(query.relevant.keys() - set(near))
-    return QueryScore(query.name, values, missed, far)
+    missed = sorted(query.relevant.keys() - set(nearest))
+    return QueryScore(query.name, values, missed, deep)
 
 
 def _value(name: str, grades: Floats64, best: Floats64) -> float:

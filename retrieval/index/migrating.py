@@ -468,14 +468,14 @@ def _originals(index: Index, items: Sequence[Item]) -> Iterator[tuple[Item, str,
         yield item, item.id, original
 
 
-def applies(head: Bundle, kept: Bundle) -> bool:
-    """Return whether a head may be applied to the features that the bundle `kept` computed.
+def applies(head: Bundle, base: Bundle) -> bool:
+    """Return whether a head may be applied to the features that the bundle `base` computed.
 
     The two bundles must have the same backbone or take the same features.
     """
-    if kept.manifest.input.kind == "features":
-        return head.manifest.input == kept.manifest.input
-    return head.backbone_sha256 is not None and head.backbone_sha256 == kept.backbone_sha256
+    if base.manifest.input.kind == "features":
+        return head.manifest.input == base.manifest.input
+    return head.backbone_sha256 is not None and head.backbone_sha256 == base.backbone_sha256
 
 
 def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:

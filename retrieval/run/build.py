@@ -337,11 +337,11 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         raise RecipeError(
             f"[train] start_from: {source} is neither a checkpoint nor a run with a checkpoint."
         )
-    theirs: dict[str, Tensor] = checkpoint_format.load_checkpoint(files[0])["model"]
+    loaded: dict[str, Tensor] = checkpoint_format.load_checkpoint(files[0])["model"]
     parts = [
         part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
     ]
-    faults = {part: _mismatches(part, model.state_dict(), theirs) for part in parts}
+    faults = {part: _mismatches(part, model.state_dict(), loaded) for part in parts}
     if problems := [problem for sentences in faults.values() for problem in sentences]:
         matching = ", ".join(f'"{part}"' for part in parts if not faults[part])
         advice = f"Load only the parts that match: [train] start_parts = [{matching}]."
@@ -352,24 +352,24 @@ def take_weights(model: Model, recipe: Recipe) -> None:
             ]
         )
     model.load_state_dict(
-        {name: value for name, value in theirs.items() if name.partition(".")[0] in parts},
+        {name: value for name, value in loaded.items() if name.partition(".")[0] in parts},
         strict=False,
     )
 
 
-def _mismatches(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+def _mismatches(part: str, built: dict[str, Tensor], loaded: dict[str, Tensor]) -> list[str]:
     """Return a sentence for each weight of a part that one model lacks, or whose shapes differ."""
     problems = []
-    for name in dict.fromkeys([*ours, *theirs]):
+    for name in dict.fromkeys([*built, *loaded]):
         if not name.startswith(f"{part}."):
             continue
-        shape, their_shape = (tuple(w[name].shape) if name in w else None for w in (ours, theirs))
+        shape, loaded_shape = (tuple(w[name].shape) if name in w else None for w in (built, loaded))
         if shape is None:
-            problems.append(f"that run has {name} {their_shape}, but this model does not.")
-        elif their_shape is None:
+            problems.append(f"that run has {name} {loaded_shape}, but this model does not.")
+        elif loaded_shape is None:
             problems.append(f"this model has {name} {shape}, but that run does not.")
-        elif shape != their_shape:
-            problems.append(f"{name} has shape {their_shape} in that run, but {shape} here.")
+        elif shape != loaded_shape:
+            problems.append(f"{name} has shape {loaded_shape} in that run, but {shape} here.")
     return problems
 
 

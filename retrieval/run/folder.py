@@ -330,27 +330,29 @@ def refuse_other_objects(path: Path, recipe: Recipe) -> None:
         if not recipe.objects:
             return
         raise DataError(f"{path / 'run.json'} cannot be read: {error}.") from error
-    now = record(recipe)
+    current = record(recipe)
     for part in before:
         recorded = before[part]
         if isinstance(recipe.objects.get(part), Absent):
             continue
-        if not isinstance(recorded, Mapping) or part not in now or recorded == now[part]:
+        if not isinstance(recorded, Mapping) or part not in current or recorded == current[part]:
             continue
+        difference = _difference(recorded, current[part])
         raise DataError(
-            f"{path} was trained with another {WORDS[part]}: {_difference(recorded, now[part])}."
+            f"{path} was trained with another {WORDS[part]}: {difference}."
             f" Pass the {WORDS[part]} that the run was trained with, or train into another folder."
         )
 
 
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _difference(before: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """Describe the first difference between two descriptions of an object."""
     old, new = (
-        {"class": entry.get("class"), **(entry.get("settings") or {})} for entry in (before, now)
+        {"class": entry.get("class"), **(entry.get("settings") or {})}
+        for entry in (before, current)
     )
     for name in dict.fromkeys([*old, *new]):
         if old.get(name) != new.get(name):
             return f"its {name} was {old.get(name)}, and is {new.get(name)} now"
-    if before.get("items") != now.get("items"):
-        return f"it had {before.get('items'):,} items, and has {now.get('items'):,} now"
+    if before.get("items") != current.get("items"):
+        return f"it had {before.get('items'):,} items, and has {current.get('items'):,} now"
     return "items, labels or sides differ"

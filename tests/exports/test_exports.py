@@ -173,6 +173,12 @@ def test_outputs_are_whole_or_not_there(cli, place, tmp_path, monkeypatch, small
     assert pq.read_table(tmp_path / "there").num_rows == 150
 
 
+def test_neighbors_without_atlas_are_refused(cli, place, tmp_path):
+    done = cli("export-items", place, tmp_path / "p.parquet", "--neighbors", "3")
+    assert done.code == 2 and "Leave --neighbors out without --to atlas" in done.err
+    assert not (tmp_path / "p.parquet").exists()
+
+
 def test_replacing_keeps_folders_that_are_no_export(cli, place, tmp_path):
     (photo,) = makers.write_digits(tmp_path / "photos", 1)
     for to in ("parquet", "fiftyone"):

@@ -271,9 +271,13 @@ def suspects(measured: Measured, most: int = 12) -> Items:
     Source: Wilson, "Asymptotic properties of nearest neighbor rules using edited data", IEEE Trans.
     SMC 2, 1972.
     """
-    whole = (measured.neighbours >= 0).all(1)
-    near = measured.labels[measured.neighbours]
-    wrong = whole & (near == near[:, :1]).all(1) & (near[:, 0] != measured.labels[measured.query])
+    is_full = (measured.neighbours >= 0).all(1)
+    nearest = measured.labels[measured.neighbours]
+    wrong = (
+        is_full
+        & (nearest == nearest[:, :1]).all(1)
+        & (nearest[:, 0] != measured.labels[measured.query])
+    )
     rows = np.flatnonzero(wrong)
     return rows[np.argsort(measured.distances[rows].mean(1), kind="stable")][:most]
 

@@ -228,14 +228,14 @@ class Section:
         for (x, y), label in zip(positions, names, strict=True):
             dots.append((f"{100 * x:.2f}", f"{100 * y:.2f}", hues[label]))
         matrix = pairs.matrix + np.diag(np.full(len(items), np.inf))
-        near = np.argsort(matrix, axis=1, kind="stable")[:, : min(NEAR, len(items) - 1)]
-        apart = np.take_along_axis(matrix, near, 1)
+        nearest = np.argsort(matrix, axis=1, kind="stable")[:, : min(NEAR, len(items) - 1)]
+        distances = np.take_along_axis(matrix, nearest, 1)
         keys = self.measured.run.dataset.keys
         data = {
             "points": [[label, keys[item]] for item, label in zip(items, names, strict=True)],
             "thumbnails": [self.thumbnails(item) for item in items],
-            "near": near.tolist(),
-            "apart": [[float(f"{distance:.3g}") for distance in row] for row in apart],
+            "near": nearest.tolist(),
+            "apart": [[float(f"{distance:.3g}") for distance in row] for row in distances],
         }
         legend = [(label, hues[label], count) for label, count in classes]
         return {"what": what, "dots": dots, "legend": legend, "data": data}
