@@ -16,11 +16,9 @@ from torch.nn import functional as F
 
 from retrieval_pml.pair_sums import (
     Pairs,
-    Vectors,
     against_others,
     compared,
     log_sums,
-    matrix_of,
     nearness,
     scaled,
 )
@@ -81,9 +79,7 @@ class SphereFaceLoss(_MultipleAngle, losses.SphereFaceLoss):
 class _ScaledCosines(_FiniteAngles):
     """Softmax over scaled cosines: the item's class against the sum over all other classes."""
 
-    def compared(self, embeddings: Tensor) -> Tensor | Vectors:
-        """Return the cosines (N, classes) of embeddings and classes, or what to compare."""
-        return compared(self.distance, embeddings, self.W.t())
+    sub_centers = 1
 
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
@@ -91,11 +87,18 @@ class _ScaledCosines(_FiniteAngles):
         """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
         self.cast_types(embeddings.dtype, embeddings.device)
         items = torch.arange(len(labels), device=labels.device)
-        pairs = Pairs(items, labels, (items, labels))
-        push, cosines = against_others(self.compared(embeddings), scaled(self.scale), pairs)
+        pairs = Pairs(items, labels, (items, labels), centers=self.sub_centers)
+        weights = self.W
+        if self.sub_centers > 1:
+            weights = weights.view(len(weights), self.num_classes, self.sub_centers).mT.flatten(1)
+        mat = compared(self.distance, embeddings, weights.t())
+        push, cosines = against_others(mat, scaled(self.scale), pairs)
         loss = F.softplus(push - self.scale * self.modify_cosine_of_target_classes(cosines))
-        weights = loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype=loss.dtype)
-        parts = item_losses(loss * weights)
+        if indices_tuple is not None:
+            loss = loss * loss_and_miner_utils.convert_to_weights(
+                indices_tuple, labels, dtype=loss.dtype
+            )
+        parts = item_losses(loss)
         self.add_weight_regularization_to_loss_dict(parts, self.W.t())
         return parts
 
@@ -137,33 +140,6 @@ class SubCenterArcFaceLoss(_ScaledCosines, losses.SubCenterArcFaceLoss):
         weight_regularizer: penalty on the centres, added to the loss.
         weight_init_func: initialiser of the centres; standard normal by default.
     """
-
-    def compared(self, embeddings: Tensor) -> Tensor:
-        """Return the cosines (N, classes) of embeddings and the nearest centre of each class."""
-        # A maximum over neighbours in memory is slow, so all first centres come first, and so on.
-        centers = self.W.view(len(self.W), self.num_classes, self.sub_centers).mT.flatten(1)
-        cosines = matrix_of(self.distance, embeddings, centers.t())
-        best: Tensor = _Largest.apply(
-            cosines.view(len(embeddings), self.sub_centers, self.num_classes)
-        )
-        return best
-
-
-class _Largest(torch.autograd.Function):
-    """The maximum over dimension 1, whose gradient torch computes several times as slowly."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        largest = values.amax(1)
-        ctx.save_for_backward(values, largest)
-        return largest
-
-    @staticmethod
-    def backward(ctx: Any, of_largest: Tensor) -> Tensor:
-        values, largest = (tensor.detach() for tensor in ctx.saved_tensors)
-        shares = torch.eq(values, largest.unsqueeze(1), out=torch.empty_like(values))
-        # Equal values share the gradient.
-        return shares.div_(shares.sum(1, keepdim=True)) * of_largest.unsqueeze(1)
 
 
 class ProxyAnchorLoss(losses.ProxyAnchorLoss):

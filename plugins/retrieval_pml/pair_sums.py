@@ -37,6 +37,8 @@ class Pairs:
         not_negative: anchors (K,), ascending, and other items (K,) of pairs that are not negative.
         weights: logarithms (N, M) of the weights of pairs as negatives, −∞ for others.
         negatives: number of negative pairs; the losses of classes do not need it.
+        centers: number of columns of each other item, of which the largest counts. The first
+            columns of all items come first, as a maximum over neighbours in memory is slow.
     """
 
     anchors: Tensor
@@ -44,6 +46,7 @@ class Pairs:
     not_negative: tuple[Tensor, Tensor]
     weights: Tensor | None = None
     negatives: int = 0
+    centers: int = 1
 
 
 class Vectors(NamedTuple):
@@ -333,6 +336,7 @@ class _Sums(torch.autograd.Function):
         totals = []
         tops = []
         counts = []
+        columns = []
         scale = 1.0
         for rows, not_negative, positive, _ in _blocks(slopes, pairs):
             block = slopes[rows]
@@ -340,6 +344,16 @@ class _Sums(torch.autograd.Function):
                 compare(rows, block)
             else:
                 block.copy_(mat[rows])
+            shares = None
+            if pairs.centers > 1:
+                shares = block.view(len(block), pairs.centers, -1)
+                block = shares.amax(1)
+                torch.eq(shares, block.unsqueeze(1), out=shares)
+                # Equal columns share the derivative.
+                shares.div_(shares.sum(1, keepdim=True))
+                anchors, others = positive
+                nearest = shares[anchors, :, others].argmax(1)
+                columns.append(others + nearest * block.shape[1])
             values.append(block[positive])
             roots = None
             if distance is not None and has_root(distance):
@@ -360,34 +374,39 @@ class _Sums(torch.autograd.Function):
             if roots is not None:
                 powers.div_(roots)
             if isinstance(derivative, Tensor):
-                torch.mul(powers, derivative, out=block)
-                continue
-            scale = derivative
-            if powers is not block:
+                powers.mul_(derivative)
+            else:
+                scale = derivative
+            if shares is not None:
+                shares.mul_(powers.unsqueeze(1))
+            elif powers is not block:
                 block.copy_(powers)
         total = torch.cat(totals)
+        others = torch.cat(columns) if columns else pairs.positives
         ctx.arguments = distance, exponents, pairs, hinge, scale
         of_values = torch.cat(values)
         if hinge:
             counted = torch.cat(counts).to(torch.int64)
             ctx.mark_non_differentiable(counted)
-            ctx.save_for_backward(mat, x, y, slopes, of_values, None, total, *units)
+            ctx.save_for_backward(mat, x, y, slopes, others, of_values, None, total, *units)
             return total, of_values, counted
         sums = total.log().add_(torch.cat(tops).squeeze(1)).clamp_(min=lowest)
-        ctx.save_for_backward(mat, x, y, slopes, of_values, total, sums, *units)
+        ctx.save_for_backward(mat, x, y, slopes, others, of_values, total, sums, *units)
         return sums, of_values, None
 
     @staticmethod
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         of_sums, of_values, _ = of_outputs
-        mat, x, y, slopes, values, total, sums, *units = ctx.saved_tensors
+        mat, x, y, slopes, others, values, total, sums, *units = ctx.saved_tensors
         distance, exponents, pairs, hinge, scale = ctx.arguments
         vectors = Vectors(x, y, distance)
         needed = ctx.needs_input_grad[1:3]
         unused = (None,) * 4
         if torch.is_grad_enabled():
             # A second derivative needs the exponentials.
-            matrix = _plain(vectors) if mat is None else mat
+            matrix = columns = _plain(vectors) if mat is None else mat
+            if pairs.centers > 1:
+                matrix = columns.view(len(columns), pairs.centers, -1).amax(1)
             every = slice(None)
             powers, factors = _of_negatives(
                 matrix.clone(), exponents, pairs, every, pairs.not_negative
@@ -406,6 +425,8 @@ class _Sums(torch.autograd.Function):
             gradient.index_put_(places, of_values, accumulate=True)
             if mat is None:
                 return (None, *_by_torch(vectors, matrix, gradient, needed), *unused)
+            if matrix is not columns:
+                (gradient,) = torch.autograd.grad(matrix, columns, gradient, create_graph=True)
             return (gradient, None, None, *unused)
         # No product is subnormal, which would take a CPU long.
         limit = math.sqrt(torch.finfo(slopes.dtype).tiny)
@@ -419,13 +440,14 @@ class _Sums(torch.autograd.Function):
 
         if mat is not None:
             gradient = slopes * factors
-            gradient.index_put_((pairs.anchors, pairs.positives), of_values, accumulate=True)
+            gradient.index_put_((pairs.anchors, others), of_values, accumulate=True)
             return (gradient, None, None, *unused)
 
         def gradients() -> Iterator[tuple[slice, Tensor]]:
-            for rows, _, positive, part in _blocks(slopes, pairs):
+            for rows, _, (anchors, _), part in _blocks(slopes, pairs):
                 gradient = slopes[rows] * factors[rows]
-                yield rows, gradient.index_put_(positive, of_values[part], accumulate=True)
+                places = anchors, others[part]
+                yield rows, gradient.index_put_(places, of_values[part], accumulate=True)
 
         return (None, *_Units(*units).unscaled(vectors, needed, gradients()), *unused)
 
