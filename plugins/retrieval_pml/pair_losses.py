@@ -311,13 +311,12 @@ class SupConLoss(_PairSums, losses.SupConLoss):
         if not pairs.negatives or (len(pairs.anchors) == 0 and first_row() is None):
             return self.zero_losses()
         scale = nearness(self.distance, 1 / self.temperature)
-        push, values = against_others(mat, scaled(scale), pairs)
-        logits = scale * values
-        total = torch.logaddexp(push, log_sums(logits, pairs.anchors, len(push)))
-        zeros = torch.zeros_like(push)
-        count = zeros.index_add(0, pairs.anchors, torch.ones_like(logits))
-        mean = zeros.index_add(0, pairs.anchors, logits) / count.clamp(min=1)
-        return item_losses((total - mean) * (count > 0))
+        anchors = len(mat.x) if isinstance(mat, Vectors) else len(mat)
+        total, values = against_others(mat, scaled(scale), pairs.with_positives(anchors))
+        zeros = torch.zeros_like(total)
+        pull = zeros.index_add(0, pairs.anchors, values)
+        count = torch.bincount(pairs.anchors, minlength=anchors).to(total)
+        return item_losses((total - pull * (scale / count.clamp(min=1))) * (count > 0))
 
 
 class _AgainstNegatives(_PairSums):

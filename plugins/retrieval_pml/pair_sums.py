@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ class Pairs:
         negatives: number of negative pairs; the losses of classes do not need it.
         centers: number of columns of each other item, of which the largest counts. The first
             columns of all items come first, as a maximum over neighbours in memory is slow.
+        itself: column of the first anchor, if the anchors are among the columns.
     """
 
     anchors: Tensor
@@ -47,6 +48,16 @@ class Pairs:
     weights: Tensor | None = None
     negatives: int = 0
     centers: int = 1
+    itself: int | None = None
+
+    def with_positives(self, count: int) -> Pairs:
+        """Return the pairs of `count` anchors; the sums over negatives then include positives."""
+        if self.weights is not None:
+            places = self.anchors, self.positives
+            weights = self.weights.index_put(places, self.weights.new_zeros(()))
+            return replace(self, weights=weights)
+        rows = torch.arange(count if self.itself is not None else 0, device=self.anchors.device)
+        return replace(self, not_negative=(rows, rows + (self.itself or 0)))
 
 
 class Vectors(NamedTuple):
@@ -211,10 +222,11 @@ def labelled_pairs(labels: Tensor, ref_labels: Tensor, itself: int | None) -> Pa
     """
     ordered, order = torch.sort(ref_labels, stable=True)
     first = torch.searchsorted(ordered, labels)
-    count = torch.searchsorted(ordered, labels, right=True) - first
+    end = torch.searchsorted(ordered, labels, right=True)
+    count = end - first
     rows = torch.repeat_interleave(count)
     # The k-th pair of an anchor is with the k-th item of its label.
-    skipped = first - count.cumsum(0) + count
+    skipped = end - count.cumsum(0)
     columns = order[torch.arange(len(rows), device=rows.device) + skipped[rows]]
     equal = rows, columns
     if itself is not None:
@@ -226,6 +238,7 @@ def labelled_pairs(labels: Tensor, ref_labels: Tensor, itself: int | None) -> Pa
         columns,
         equal,
         negatives=len(labels) * len(ref_labels) - len(equal[0]),
+        itself=itself,
     )
 
 
@@ -336,7 +349,7 @@ class _Sums(torch.autograd.Function):
         totals = []
         tops = []
         counts = []
-        columns = []
+        centers = []
         scale = 1.0
         for rows, not_negative, positive, _ in _blocks(slopes, pairs):
             block = slopes[rows]
@@ -349,11 +362,9 @@ class _Sums(torch.autograd.Function):
                 shares = block.view(len(block), pairs.centers, -1)
                 block = shares.amax(1)
                 torch.eq(shares, block.unsqueeze(1), out=shares)
-                # Equal columns share the derivative.
-                shares.div_(shares.sum(1, keepdim=True))
-                anchors, others = positive
-                nearest = shares[anchors, :, others].argmax(1)
-                columns.append(others + nearest * block.shape[1])
+                anchors, items = positive
+                center = shares[anchors, :, items].argmax(1)
+                centers.append(items + center * block.shape[1])
             values.append(block[positive])
             roots = None
             if distance is not None and has_root(distance):
@@ -378,35 +389,36 @@ class _Sums(torch.autograd.Function):
             else:
                 scale = derivative
             if shares is not None:
-                shares.mul_(powers.unsqueeze(1))
+                # Equal columns share the derivative.
+                shares.mul_(powers.div_(shares.sum(1)).unsqueeze(1))
             elif powers is not block:
                 block.copy_(powers)
         total = torch.cat(totals)
-        others = torch.cat(columns) if columns else pairs.positives
+        columns = torch.cat(centers) if centers else pairs.positives
         ctx.arguments = distance, exponents, pairs, hinge, scale
         of_values = torch.cat(values)
         if hinge:
             counted = torch.cat(counts).to(torch.int64)
             ctx.mark_non_differentiable(counted)
-            ctx.save_for_backward(mat, x, y, slopes, others, of_values, None, total, *units)
+            ctx.save_for_backward(mat, x, y, slopes, columns, of_values, None, total, *units)
             return total, of_values, counted
         sums = total.log().add_(torch.cat(tops).squeeze(1)).clamp_(min=lowest)
-        ctx.save_for_backward(mat, x, y, slopes, others, of_values, total, sums, *units)
+        ctx.save_for_backward(mat, x, y, slopes, columns, of_values, total, sums, *units)
         return sums, of_values, None
 
     @staticmethod
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         of_sums, of_values, _ = of_outputs
-        mat, x, y, slopes, others, values, total, sums, *units = ctx.saved_tensors
+        mat, x, y, slopes, columns, values, total, sums, *units = ctx.saved_tensors
         distance, exponents, pairs, hinge, scale = ctx.arguments
         vectors = Vectors(x, y, distance)
         needed = ctx.needs_input_grad[1:3]
         unused = (None,) * 4
         if torch.is_grad_enabled():
             # A second derivative needs the exponentials.
-            matrix = columns = _plain(vectors) if mat is None else mat
+            matrix = whole = _plain(vectors) if mat is None else mat
             if pairs.centers > 1:
-                matrix = columns.view(len(columns), pairs.centers, -1).amax(1)
+                matrix = whole.view(len(whole), pairs.centers, -1).amax(1)
             every = slice(None)
             powers, factors = _of_negatives(
                 matrix.clone(), exponents, pairs, every, pairs.not_negative
@@ -425,8 +437,8 @@ class _Sums(torch.autograd.Function):
             gradient.index_put_(places, of_values, accumulate=True)
             if mat is None:
                 return (None, *_by_torch(vectors, matrix, gradient, needed), *unused)
-            if matrix is not columns:
-                (gradient,) = torch.autograd.grad(matrix, columns, gradient, create_graph=True)
+            if matrix is not whole:
+                (gradient,) = torch.autograd.grad(matrix, whole, gradient, create_graph=True)
             return (gradient, None, None, *unused)
         # No product is subnormal, which would take a CPU long.
         limit = math.sqrt(torch.finfo(slopes.dtype).tiny)
@@ -440,13 +452,13 @@ class _Sums(torch.autograd.Function):
 
         if mat is not None:
             gradient = slopes * factors
-            gradient.index_put_((pairs.anchors, others), of_values, accumulate=True)
+            gradient.index_put_((pairs.anchors, columns), of_values, accumulate=True)
             return (gradient, None, None, *unused)
 
         def gradients() -> Iterator[tuple[slice, Tensor]]:
             for rows, _, (anchors, _), part in _blocks(slopes, pairs):
                 gradient = slopes[rows] * factors[rows]
-                places = anchors, others[part]
+                places = anchors, columns[part]
                 yield rows, gradient.index_put_(places, of_values[part], accumulate=True)
 
         return (None, *_Units(*units).unscaled(vectors, needed, gradients()), *unused)
@@ -462,7 +474,7 @@ def _blocks(mat: Tensor, pairs: Pairs) -> Iterator[tuple[slice, Places, Places, 
     step = len(mat)
     # A GPU computes faster the more pairs it has at once.
     if mat.device.type == "cpu":
-        step = max(1, ENTRIES // max(1, mat.shape[1]))
+        step = max(1, ENTRIES * pairs.centers // max(1, mat.shape[1]))
     if step >= len(mat):
         every = slice(None)
         yield every, pairs.not_negative, (pairs.anchors, pairs.positives), every

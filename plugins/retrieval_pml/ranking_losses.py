@@ -19,6 +19,7 @@ from retrieval_pml.pair_sums import (
     compared,
     labelled_pairs,
     log_sums,
+    matrix_of,
     nearness,
     scaled,
 )
@@ -249,11 +250,24 @@ class NPairsLoss(losses.NPairsLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the losses by name, from positive pairs only: upstream does not use others."""
-        if indices_tuple is None:
-            pairs = labelled_pairs(labels, labels, itself=0)
-            indices_tuple = pairs.anchors, pairs.positives, labels[:0], labels[:0]
-        return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        """Return the losses of the pairs, in the format of pytorch-metric-learning's reducers."""
+        if indices_tuple is not None:
+            return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        ordered, order = torch.sort(labels, stable=True)
+        same_as_next = ordered[1:] == ordered[:-1]
+        starts = same_as_next.clone()
+        starts[1:] &= ~same_as_next[:-1]
+        (start,) = torch.where(starts)
+        if len(start) == 0:
+            return self.zero_losses()
+        items = order[torch.stack([start, start + 1])]
+        anchors, positives = embeddings.index_select(0, items.flatten()).chunk(2)
+        mat = matrix_of(self.distance, anchors, positives)
+        if not self.distance.is_inverted:
+            mat = -mat
+        targets = torch.arange(len(mat), device=mat.device)
+        loss = F.cross_entropy(mat, targets, reduction="none")
+        return losses_of(loss, items[0], "element")
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

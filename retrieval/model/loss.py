@@ -7,6 +7,7 @@ from the GPU per batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, cast
 
@@ -196,7 +197,7 @@ def _checked_embeddings(x: Any, name: str) -> Tensor:
         )
     # On a GPU, the check would make each batch wait for the one before. If the sum is finite, which
     # is quick to see, so are all numbers.
-    if reads_at_once(x.device) and not x.detach().sum().isfinite():
+    if reads_at_once(x.device) and not math.isfinite(x.detach().sum()):
         finite = torch.isfinite(x).all(1)
         if not finite.all():
             wrong = int((~finite).sum())

@@ -108,6 +108,38 @@ def test_sums_values_and_derivatives(kind, exponents):
         torch.testing.assert_close(actual, plain)
 
 
+def test_the_largest_of_several_columns_counts():
+    mat = matrix(8, 24).requires_grad_()
+    items = torch.arange(8)
+    places = items, LABELS * 2
+    pairs = Pairs(*places, places, centers=3)
+
+    def call(entries: Tensor) -> tuple[Tensor, Tensor]:
+        return against_others(entries, scaled(5.0), pairs)
+
+    best = mat.view(8, 3, 8).amax(1)
+    others = torch.ones_like(best).index_put(places, torch.tensor(0.0).double())
+    expected = (5 * best).exp().mul(others).sum(1).log(), best[places]
+    for actual, other in zip(call(mat), expected, strict=True):
+        torch.testing.assert_close(actual, other)
+    assert torch.autograd.gradcheck(call, mat)
+    assert torch.autograd.gradgradcheck(call, mat)
+    x = matrix(8, 3).requires_grad_()
+    centers = matrix(30, 3)[6:].requires_grad_()
+    distance = CosineSimilarity()
+    vectors = pair_sums.Vectors(x, centers, distance)
+    direct = [*against_others(vectors, scaled(5.0), pairs)]
+    by_matrix = [*call(distance(x, centers))]
+    for left, other in zip(direct, by_matrix, strict=True):
+        slopes = [
+            torch.autograd.grad(value.square().sum(), (x, centers), retain_graph=True)
+            for value in (left, other)
+        ]
+        torch.testing.assert_close(left, other)
+        for actual, plain in zip(*slopes, strict=True):
+            torch.testing.assert_close(actual, plain)
+
+
 def test_large_exponents_and_anchors_without_negatives_are_finite():
     mat = matrix(8, 8).float().requires_grad_()
     sums, _ = against_others(mat, scaled(1e4), labelled_pairs(LABELS * 0, LABELS, None))
