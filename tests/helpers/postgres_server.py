@@ -20,9 +20,13 @@ class PostgresServer:
 
     The package creates the data. The server itself is a child of this process, so that nothing is
     left of it once it is killed.
+
+    Args:
+        settings: entries of postgresql.conf, as NAME=VALUE.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *settings: str) -> None:
+        self._settings = [word for setting in settings for word in ("-c", setting)]
         # Postgres does not run as root, and pytest's folders can only be read by who runs pytest.
         self._folder = Path(tempfile.mkdtemp(prefix="postgres-"))
         creator = pgserver.get_server(self._folder)
@@ -56,6 +60,7 @@ class PostgresServer:
         """Start the server, once the processes that a killed one left have ended."""
         stop = time.monotonic() + 60
         command = [self._program, "-D", self._folder, "-k", self._folder, "-h", ""]
+        command += self._settings
         while True:
             with (self._folder / "log").open("ab") as log:
                 self.process = subprocess.Popen(command, user=self._user, stdout=log, stderr=log)
