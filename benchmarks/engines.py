@@ -472,9 +472,10 @@ def render(raw: dict[str, Any]) -> str:
         their vectors, each system with its defaults (Postgres with `shared_buffers` of 4 GB) in a
         new process, client and server on one machine. {raw["machine"]}, {raw["versions"]}. Times
         are CPU milliseconds of a call, of client and server together, because other programs
-        shared the cores (the last column is the load average); "p50 / p99" are milliseconds as a client waits for one query, and feel
-        that load. "built" is the CPU time of loading all items, {STEP:,} a call, and of the graph:
-        those of a folder and of Postgres are built in one go, that of Milvus as items come. The
+        shared the cores (the last column is the load average); "p50 / p99" are milliseconds as a
+        client waits for one query, and feel that load. "built" is the CPU time of loading all
+        items, {STEP:,} a call, and of the graph: those of a folder and of Postgres are built in one
+        go, that of Milvus as items come. The
         memory is that of client and server, without the vectors that the client loads. "pgvector by
         hand" is a table with the same columns and psycopg alone, without the engine's filters,
         generations and transactions of several statements: what the store costs over pgvector.

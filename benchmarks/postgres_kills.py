@@ -75,7 +75,7 @@ class Writer(threading.Thread):
 
     def run(self) -> None:
         """Make random calls until one fails."""
-        with suppress(StoreError), store_place(f"{ADDRESS}?timeout=0.1").open() as store:
+        with suppress(StoreError), store_place(f"{ADDRESS}?timeout=1").open() as store:
             while True:
                 self.running, self.after, call = self.choose(store)
                 call()
@@ -168,7 +168,7 @@ def kills(server: Any, count: int, seed: int) -> dict[str, Any]:
         careless = Careless(first)
         for thread in (*writers, careless):
             thread.start()
-        while not all(writer.acknowledged for writer in writers):
+        while any(writer.is_alive() and not writer.acknowledged for writer in writers):
             time.sleep(0.001)
         time.sleep(chance.expovariate(1 / MEAN_SECONDS))
         kill(server)

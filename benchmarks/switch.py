@@ -242,19 +242,24 @@ async def run_beside(port: int, bodies: list[bytes], *words: str) -> tuple[list[
     return await sending, began, ended
 
 
-def beside_a_server(work: Path) -> list[Row]:
-    """Return the latencies of searches through a server during a migration and a rollback."""
+def beside_a_server(work: Path, index: str, *options: str) -> list[Row]:
+    """Return the latencies of searches through a server during a migration and a rollback.
+
+    Args:
+        work: folder with the index's bundle and the queries.
+        index: address of the index.
+        options: options of `retrieval serve`.
+    """
     bodies = [
         json.dumps({"vector": query, "k": K}).encode()
         for query in np.load(work / "queries.npy")[:1000].round(5).tolist()
     ]
-    index = str(work / "index")
     rows = []
     with tempfile.TemporaryDirectory(dir=work) as folder:
         head = graph_of(heads()["a weight for each number"])
         base = Bundle.open(work / "base", threads=1)
         adapter = make_adapter_bundle(base, head, Path(folder) / "adapter")
-        serve = ("-m", "retrieval.cli", "serve", index, "--port", "0", "--feedback")
+        serve = ("-m", "retrieval.cli", "serve", index, "--port", "0", *options)
         with started(*serve) as (_, port):
             for words in (("migrate", index, str(adapter)), ("rollback", index)):
                 answers, began, ended = asyncio.run(run_beside(port, bodies, *words))
@@ -387,6 +392,22 @@ def kills_of(raw: Row) -> str:
     """
 
 
+def served_table(rows: list[Row]) -> str:
+    """Return the table of `beside_a_server`."""
+    columns = ["command", "searches", "number", "failed", "p50, ms", "p99, ms", "slowest, ms"]
+    lines = [
+        [
+            row["command"],
+            row["phase"],
+            f"{row['searches']:,}",
+            str(row["failed"]),
+            *(f"{row[name]:.1f}" for name in ("p50", "p99", "slowest")),
+        ]
+        for row in rows
+    ]
+    return markdown(columns, lines)
+
+
 def render(raw: Row) -> str:
     lines = []
     for row in raw["heads"]:
@@ -409,17 +430,6 @@ def render(raw: Row) -> str:
         )
     head = ["head", "vectors, s", "graph, s", "graph", "migrate, s", "CPU, s", "rollback, s"]
     head += ["recall@10 after", "most memory, MB", "disk, MB"]
-    served = [
-        [
-            row["command"],
-            row["phase"],
-            f"{row['searches']:,}",
-            str(row["failed"]),
-            *(f"{row[name]:.1f}" for name in ("p50", "p99", "slowest")),
-        ]
-        for row in raw["served"]
-    ]
-    columns = ["command", "searches", "number", "failed", "p50, ms", "p99, ms", "slowest, ms"]
     return page(f"""
         # A switch to an adapter
 
@@ -442,7 +452,7 @@ def render(raw: Row) -> str:
         retrieval index migrate` begins, and until {AFTER:g} s after it has ended; then the same
         for `rollback`.
 
-        {markdown(columns, served)}
+        {served_table(raw["served"])}
 
         {kills_of(raw)}
     """)
@@ -469,7 +479,7 @@ def main() -> None:
         if options.part in (None, "kills"):
             raw["killed"] = killed(WORK / "switch" / "killed", KILLS)
         if options.part in (None, "served"):
-            raw["served"] = beside_a_server(work)
+            raw["served"] = beside_a_server(work, str(work / "index"), "--feedback")
         kept.write_text(json.dumps(raw))
     raw = json.loads((work / "measured.json").read_text())
     if {"heads", "served"} <= raw.keys():
