@@ -212,7 +212,9 @@ class Step:
             )
         self.optimizers = build_optimizers(recipe, phase, groups, frozen)
         self.schedules = schedules_of(recipe, phase, self.optimizers, steps)
-        if "metric" in self.optimizers and not tried:
+        # Without a scaler of gradients (fp16), accelerate's optimiser does what torch's does, but
+        # looks for a package in every folder of Python's path at each step.
+        if "metric" in self.optimizers and accelerator.scaler is not None and not tried:
             self.optimizers["metric"] = accelerator.prepare_optimizer(self.optimizers["metric"])
 
     def _the(self, part: str) -> str:
