@@ -135,14 +135,14 @@ class Table:
         self.name = path_text(path)
         parquet = pyarrow().parquet
         with table_errors(path):
-            self.schema = parquet.read_schema(path)
+            footer = parquet.read_metadata(path)
+            self.schema = footer.schema.to_arrow_schema()
         self._choose(kind, dict(zip(self.schema.names, self.schema.types, strict=True)))
         with table_errors(path):
             # Read text as dictionaries, so that rows share equal strings in memory.
             texts = [field.name for field in self.schema if _is_text(field.type)]
-            self._file = parquet.ParquetFile(path, read_dictionary=texts)
-            metadata = self._file.metadata
-            groups = map(metadata.row_group, range(metadata.num_row_groups))
+            self._file = parquet.ParquetFile(path, metadata=footer, read_dictionary=texts)
+            groups = map(footer.row_group, range(footer.num_row_groups))
             self.count: int = sum(group.num_rows for group in groups)
         refuse_many(path, self.count)
 
@@ -246,10 +246,10 @@ class Table:
             else:
                 columns = [self.content, *names]
             with table_errors(self.path):
-                cells = {name: self._values(batch.column(name), name) for name in columns}
+                cells = {name: self.values(batch.column(name), name) for name in columns}
             yield number, cells, features
 
-    def _values(self, column: Any, name: str) -> list[Any]:
+    def values(self, column: Any, name: str) -> list[Any]:
         """Return a column as Python values; times and decimal numbers become text."""
         arrow = pyarrow()
         kind = column.type

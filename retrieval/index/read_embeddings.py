@@ -164,7 +164,7 @@ def rows(folder: Path, plan: EmbeddingPlan, arrays: Sequence[str]) -> EmbeddedBa
             for first, batch in table.batches([*_FACTS, *arrays]):
                 numbers = {name: _numbers(table, batch, name, plan, first) for name in arrays}
                 with table_errors(table.path):
-                    columns = [batch[name].to_pylist() for name in _FACTS]
+                    columns = [table.values(batch[name], name) for name in _FACTS]
                 yield _sources(table.name, columns, plan), numbers
 
 
@@ -278,7 +278,8 @@ class Vectors:
                 for first, batch in table.batches(["key", "stamp", *SIZES, *names]):
                     arrays = {name: _numbers(table, batch, name, plan, first) for name in names}
                     with table_errors(table.path):
-                        columns = [batch[name].to_pylist() for name in ("key", "stamp", *SIZES)]
+                        facts = ("key", "stamp", *SIZES)
+                        columns = [table.values(batch[name], name) for name in facts]
                     yield columns, arrays
 
     def _refuse_unfit(self) -> None:

@@ -44,6 +44,7 @@ _PARTS = 1000  # number of parts to aim for
 _FAULTS_SHOWN = 10
 _GROUP_ROWS = 1024
 _FAULT_CHARACTERS = 500
+_BETWEEN = ', "\\u0000", '
 _NOTE_KEY = b"retrieval"  # entry of a Parquet file's metadata: its plan and unusable items
 
 
@@ -208,15 +209,20 @@ def _hash_of(sources: Sources) -> str:
     total = hashlib.sha256()
     encode = json.JSONEncoder(sort_keys=True).encode
     for start in range(0, len(sources.items), _GROUP_ROWS):
-        items = sources.items[start : start + _GROUP_ROWS]
+        rows = range(start, min(start + _GROUP_ROWS, len(sources.items)))
+        items = sources.items.take(rows)
         contents: list[str | None] = []
         if sources.features is not None:
-            contents += digests_of(sources.features[start : start + _GROUP_ROWS])
+            contents += digests_of(sources.features[rows.start : rows.stop])
         else:
             contents += [item.item().stamp for item in items]
-        for item, content in zip(items, contents, strict=True):
-            state = [item.id, item.label, item.metadata, item.name, content]
-            total.update(encode(state).encode("utf-8", "surrogatepass") + b"\n")
+        names = {path: path_text(str(path)) for path in set(items.paths)}
+        metadata = json.loads(f"[{','.join(items.texts)}]")
+        columns = (items.ids, items.labels, metadata, map(names.get, items.paths), contents)
+        # Between two items the encoder, called once, writes a mark that is a line's end here.
+        states = [part for state in zip(*columns, strict=True) for part in (state, "\0")]
+        lines = encode(states)[1:-1].replace(_BETWEEN, "\n").removesuffix(_BETWEEN[:-2])
+        total.update(lines.encode() + b"\n")
     return total.hexdigest()
 
 
