@@ -88,18 +88,15 @@ class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
 
     @property
     def rows_by_labels(self) -> bool:
-        """Whether the loss adds up the negative pairs from the labels alone, without a list."""
+        """Whether the loss adds up all pairs from the labels alone, without a list."""
         # Only these types, no subclasses: others may need the loss of each pair.
-        return type(reducer_of(self, "neg_loss")) in (
-            reducers.AvgNonZeroReducer,
-            reducers.MeanReducer,
-            reducers.SumReducer,
-        )
+        summable = reducers.AvgNonZeroReducer, reducers.MeanReducer, reducers.SumReducer
+        return all(type(reducer_of(self, name)) in summable for name in self._sub_loss_names())
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the losses by name; where possible, without listing the negative pairs."""
+        """Return the losses by name; where possible, add up all pairs without their losses."""
         if indices_tuple is not None or not self.rows_by_labels:
             return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         pairs = labelled_pairs(labels, ref_labels, column_of_anchors(labels, ref_labels))
@@ -108,15 +105,15 @@ class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
         sums, values, counts = excesses_over_others(
             mat, lambda mat, _: (self.distance.margin(self.neg_margin, mat), slope), pairs
         )
-        if type(reducer_of(self, "neg_loss")) is reducers.AvgNonZeroReducer:
-            count = counts.sum()
-        else:
-            count = counts.new_full((), pairs.negatives)
-        parts = loss_of_sum(self, "neg_loss", sums.sum(), count)
-        parts["pos_loss"] = self.zero_loss()
-        if len(values):
-            pull = self.pos_calc(values, self.pos_margin)
-            parts |= losses_of(pull, (pairs.anchors, pairs.positives), "pos_pair", "pos_loss")
+        pull = self.pos_calc(values, self.pos_margin)
+        parts: dict[str, Any] = {}
+        for name, total, above, count in (
+            ("pos_loss", pull.sum(), (pull > 0).sum(), len(pull)),
+            ("neg_loss", sums.sum(), counts.sum(), pairs.negatives),
+        ):
+            if type(reducer_of(self, name)) is not reducers.AvgNonZeroReducer:
+                above = above.new_full((), count)
+            parts |= loss_of_sum(self, name, total, above)
         return parts
 
 

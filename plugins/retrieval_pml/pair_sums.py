@@ -149,13 +149,16 @@ class _Units(NamedTuple):
         if distance.is_inverted:
             return lambda part, out: torch.mm(self.rows[part], self.columns.T, out=out)
         column_squares = self.columns.square().sum(1)
+        row_squares = column_squares
+        if self.rows is not self.columns:
+            row_squares = self.rows.square().sum(1)
 
         def compare(part: slice, out: Tensor) -> Tensor:
             rows = self.rows[part]
             torch.addmm(column_squares, rows, self.columns.T, alpha=-2, out=out)
             # What is within the rounding errors is 0, as between equal vectors.
             rounding = 4 * torch.finfo(out.dtype).eps
-            F.threshold(out.add_(rows.square().sum(1, keepdim=True)), rounding, 0, inplace=True)
+            F.threshold(out.add_(row_squares[part].unsqueeze(1)), rounding, 0, inplace=True)
             if has_root(distance):
                 out.sqrt_()
             return out
@@ -170,12 +173,14 @@ class _Units(NamedTuple):
     ) -> list[Tensor | None]:
         """Return the gradients of vectors from those of the products of rows, without a factor."""
         _, y, distance = vectors
-        of_rows = torch.zeros_like(self.rows)
-        of_columns = of_rows if y is None else torch.zeros_like(self.columns)
+        of_rows = torch.empty_like(self.rows)
+        of_columns = torch.zeros_like(self.columns)
         for part, of_product in of_products:
-            of_rows[part].addmm_(of_product, self.columns)
+            torch.mm(of_product, self.columns, out=of_rows[part])
             if needed[1] or y is None:
                 of_columns.addmm_(of_product.T, self.rows[part])
+        if y is None:
+            of_rows += of_columns
         factor = 1.0 if distance.is_inverted else -distance.power
         gradients: list[Tensor | None] = [None, None]
         sides = (of_rows, self.rows, self.lengths), (of_columns, self.columns, self.column_lengths)
