@@ -32,6 +32,8 @@ MAX_SEARCHES = 2000
 WINNING_CREDIT = 0.6
 """Credit that wins a search altogether; a smaller credit wins a part of it."""
 
+Verdict = Literal["better", "refused", "open"]
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -55,7 +57,7 @@ class Evidence:
     lead: float
     wealth: float
     needed: float
-    verdict: Literal["better", "refused", "open"]
+    verdict: Verdict
 
 
 def error_rate(number: int) -> float:
@@ -95,7 +97,7 @@ def weigh(
     if decided.any():
         end = int(decided.argmax()) + 1
     last = float(wealth[end - 1]) if end else 1.0
-    verdict: Literal["better", "refused", "open"] = "open"
+    verdict: Verdict = "open"
     if last >= 1 / alpha:
         verdict = "better"
     elif watched is None and (last < REFUSED_WEALTH or end == MAX_SEARCHES):
@@ -137,8 +139,7 @@ def _wealth(
                 wealth = 1.0
                 factors = {}
             path[number] = wealth
-    mean: NDArray[np.float64] = paths.mean(axis=0)
-    return mean
+    return np.asarray(paths.mean(axis=0))
 
 
 def search_outcome(

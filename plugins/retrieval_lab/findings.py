@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, get_args
 
-from retrieval.errors import one_line
+from retrieval.errors import one_line, quantity
 
 By = Literal["bytes", "pixels", "numbers", "picture", "model"]
 _TEST_ROLES = ("query", "gallery")
@@ -232,12 +232,7 @@ def _part(kind: str, lines: Sequence[str], shown: int, about: str = "") -> list[
     """Return a heading with the number of lines, then the first lines; `[]` without lines."""
     if not lines:
         return []
-    singular, plural = _TITLES[kind]
-    if len(lines) == 1:
-        title = singular
-    else:
-        title = plural
-    part = [f"{len(lines):,} {title}{about}:"]
+    part = [f"{quantity(len(lines), *_TITLES[kind])}{about}:"]
     part += [f"  {one_line(line)}" for line in lines[:shown]]
     if len(lines) > shown:
         part.append(f"  … and {len(lines) - shown:,} more")

@@ -222,19 +222,14 @@ def _open_clip(model: str, weights: str | None, table: str) -> Any:
     names = open_clip.list_models()
     if model not in names:
         raise RecipeError(
-            [
-                f"[{table}] model: there is no open_clip model '{model}'."
-                + did_you_mean(model, names)
-            ]
+            f"[{table}] model: there is no open_clip model '{model}'." + did_you_mean(model, names)
         )
     tags = open_clip.list_pretrained_tags_by_model(model)
     is_file = weights is not None and Path(weights).is_file()
     if weights is not None and weights not in tags and not is_file:
         raise RecipeError(
-            [
-                f"[{table}] weights: {model} has no weights '{weights}', and there is no such"
-                f" file; it has: {some(tags, 10) or 'none'}.{did_you_mean(weights, tags)}"
-            ]
+            f"[{table}] weights: {model} has no weights '{weights}', and there is no such"
+            f" file; it has: {some(tags, 10) or 'none'}.{did_you_mean(weights, tags)}"
         )
     tag = open_clip.get_pretrained_cfg(model, weights) if weights in tags else {}
 

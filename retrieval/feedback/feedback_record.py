@@ -476,21 +476,22 @@ class FeedbackRecord:
             DataError: none or several arguments are given.
             StoreError: the file cannot be written.
         """
-        conditions: tuple[str, str, object]
+        parameter: object
         if (voter is not None) + (item is not None) + (before is not None) != 1:
             raise DataError(
                 "Forget feedback of a voter, of an item, or before a time: one of them."
             )
         if voter is not None:
-            by_voter = "(voter = ?1 or substr(voter, 1, length(?1) + 1) = ?1 || '/')"
-            conditions = (by_voter, by_voter, voter)
+            condition = "(voter = ?1 or substr(voter, 1, length(?1) + 1) = ?1 || '/')"
+            parameter = voter
         elif item is not None:
-            conditions = ("item = ?1", "item = ?1", item)
+            condition = "item = ?1"
+            parameter = item
         else:
-            conditions = ("at < ?1", "at < ?1", before)
-        of_searches, of_marks, parameter = conditions
+            condition = "at < ?1"
+            parameter = before
         shows = "exists (select 1 from json_each(hits) where value = ?1)"
-        deleted_marks = f"{of_marks} or search in (select n from searches where {of_searches})"
+        deleted_marks = f"{condition} or search in (select n from searches where {condition})"
         touched = deleted_marks
         if item is not None:
             # An unmarked hit above the last mark taught, too.
@@ -509,9 +510,9 @@ class FeedbackRecord:
 
             counts["tainted"] = run(taint)
             counts["marks"] = run(f"delete from marks where {deleted_marks}")
-            counts["searches"] = run(f"delete from searches where {of_searches}")
+            counts["searches"] = run(f"delete from searches where {condition}")
             if voter is not None:
-                run(f"delete from trial_voters where {of_marks}")
+                run(f"delete from trial_voters where {condition}")
             if item is not None:
                 run(
                     "update searches set hits = (select json_group_array(iif(value = ?1, '', value)"

@@ -17,7 +17,7 @@ import numpy as np
 
 from retrieval.base.arrays import Floats32
 from retrieval.base.runtime import load_onnxruntime, session_options, start_session
-from retrieval.bundle.graphs import GraphError, check_graph
+from retrieval.bundle.graphs import check_graph
 from retrieval.errors import DataError
 
 
@@ -75,9 +75,7 @@ def load_head(head: bytes | None) -> Callable[[Floats32], Floats32]:
         check_graph(head)
         session, _ = start_session(runtime, head, session_options(runtime, 1), ["cpu"])
     except Exception as fault:  # ONNX Runtime's errors share no public base class
-        reason = (
-            str(fault) if isinstance(fault, GraphError) else " ".join(str(fault).split())[-400:]
-        )
+        reason = " ".join(str(fault).split())[-400:]
         raise DataError(f"The head of the trial cannot be loaded: {reason}.") from fault
 
     def run(base: Floats32) -> Floats32:
