@@ -63,18 +63,14 @@ def torchvision_model(
     names = models.list_models(module=models)
     if model not in names:
         raise RecipeError(
-            [
-                "[backbone] model: there is no torchvision model"
-                f" '{model}'.{did_you_mean(model, names)}"
-            ]
+            "[backbone] model: there is no torchvision model"
+            f" '{model}'.{did_you_mean(model, names)}"
         )
     known = models.get_model_weights(model)
     if weights is not None and weights not in known.__members__:
         raise RecipeError(
-            [
-                f"[backbone] weights: {model} has no weights '{weights}'; it has:"
-                f" {', '.join(known.__members__)}.{did_you_mean(weights, known.__members__)}"
-            ]
+            f"[backbone] weights: {model} has no weights '{weights}'; it has:"
+            f" {', '.join(known.__members__)}.{did_you_mean(weights, known.__members__)}"
         )
     if weights is not None:
         chosen = known[weights]
@@ -280,24 +276,20 @@ def _refuse_unknown(timm: Any, model: str, pretrained: bool) -> None:
     plain = model.partition(".")[0]
     if not timm.is_model(plain):
         raise RecipeError(
-            [
-                "[backbone] model: there is no timm model"
-                f" '{model}'.{did_you_mean(plain, timm.list_models())}"
-            ]
+            "[backbone] model: there is no timm model"
+            f" '{model}'.{did_you_mean(plain, timm.list_models())}"
         )
     tagged = sorted(
         name for name in timm.list_pretrained(f"{plain}*") if name.partition(".")[0] == plain
     )
     if "." in model and model not in tagged:
         raise RecipeError(
-            [
-                f"[backbone] model: timm has no weights '{model}'; it has:"
-                f" {some(tagged, 10) or 'none'}."
-            ]
+            f"[backbone] model: timm has no weights '{model}'; it has:"
+            f" {some(tagged, 10) or 'none'}."
         )
     if pretrained and not tagged:
         raise RecipeError(
-            [f"[backbone] pretrained: timm has no weights of {model}. Remove pretrained."]
+            f"[backbone] pretrained: timm has no weights of {model}. Remove pretrained."
         )
 
 

@@ -116,11 +116,9 @@ class LocalMetrics(Combiner):
         if metrics < 1 or embedding_size % metrics:
             divisors = [k for k in range(1, 33) if embedding_size % k == 0]
             raise RecipeError(
-                [
-                    f"[combiner] {name} metrics: {metrics} local metrics cannot share an embedding"
-                    f" of {embedding_size} columns evenly. Set [head] embedding_size to a multiple"
-                    f" of {metrics}, or metrics to one of {', '.join(map(str, divisors))}."
-                ]
+                f"[combiner] {name} metrics: {metrics} local metrics cannot share an embedding"
+                f" of {embedding_size} columns evenly. Set [head] embedding_size to a multiple"
+                f" of {metrics}, or metrics to one of {', '.join(map(str, divisors))}."
             )
         self.embedding_size = embedding_size
         self.metrics = metrics
@@ -135,11 +133,9 @@ class LocalMetrics(Combiner):
             return nn.Sequential(nn.Linear(features, self.embedding_size), last)
         if features % self.metrics:
             raise RecipeError(
-                [
-                    f"[combiner] {self.name} views: {features} features are not {self.metrics}"
-                    " views of equal width side by side. Set metrics to the number of views, or"
-                    " remove views, so that every metric sees all features."
-                ]
+                f"[combiner] {self.name} views: {features} features are not {self.metrics}"
+                " views of equal width side by side. Set metrics to the number of views, or"
+                " remove views, so that every metric sees all features."
             )
         return nn.Sequential(ViewMaps(features, self.embedding_size, self.metrics), last)
 
@@ -320,7 +316,7 @@ class Discriminator(LocalMetrics):
         for name, value in (("mu", mu), ("rho", rho), ("start", start)):
             if not value >= 0:
                 raise RecipeError(
-                    [f"[combiner] daml.discriminator {name}: must be at least 0, not {value}."]
+                    f"[combiner] daml.discriminator {name}: must be at least 0, not {value}."
                 )
         self.mu = mu
         self.rho = rho

@@ -86,8 +86,8 @@ def card_of(bundle: Bundle, address: str, licence: str | None = None) -> str:
     parts = [
         f"---\n{front.to_yaml()}\n---",
         f"# {_line(manifest.name)}",
-        "A bundle of [embedding-retrieval](https://pypi.org/project/embedding-retrieval): an ONNX"
-        " model that embeds for search by similarity, and its manifest.",
+        "A bundle of embedding-retrieval: an ONNX model that embeds for search by similarity, and"
+        " its manifest.",
         "```python\nimport retrieval\n\n"
         f'encoder = retrieval.load("{address}?bundle={bundle.sha256}")\n'
         'vectors = encoder.encode(["a.jpg", "b.jpg"])\n```',

@@ -340,7 +340,7 @@ def with_data(run: Run, on: StrPath, side: str) -> Run:
         raise DataError(f"{on} has only items to test on, and no {side} side.")
     table, _ = read_table(on)
     if "data" not in table or table.keys() - {"data", "evaluate"}:
-        raise RecipeError(["it must have [data], may have [evaluate], and nothing else."], str(on))
+        raise RecipeError("it must have [data], may have [evaluate], and nothing else.", str(on))
     table_of_run = run.recipe.model_dump(exclude_unset=True)
     objects = {name: part for name, part in run.recipe.objects.items() if name != "data"}
     recipe = check_recipe({**table_of_run, "evaluate": {}, **table}, str(on), objects, run.plugins)

@@ -379,7 +379,7 @@ class Factory:
             # By these types, authors refuse a value; any other may be a fault of the factory.
             if isinstance(error, ValueError | AssertionError | TypeError):
                 problem = f"refuses its parameters: {reason}."
-            raise RecipeError([f"{self.name} {problem}"]) from error
+            raise RecipeError(f"{self.name} {problem}") from error
 
 
 def _part(annotation: Any) -> tuple[Part | None, bool]:

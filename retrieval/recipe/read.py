@@ -165,7 +165,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise RecipeError([f"it cannot be read: {reason}."], str(path)) from None
+        raise RecipeError(f"it cannot be read: {reason}.", str(path)) from None
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for a number with many digits
@@ -173,7 +173,7 @@ def _parsed(path: Path) -> dict[str, Any]:
             reason = "it is nested too deeply"
         else:
             reason = str(error)
-        raise RecipeError([f"it is not valid TOML: {reason}."], str(path)) from None
+        raise RecipeError(f"it is not valid TOML: {reason}.", str(path)) from None
 
 
 @contextmanager

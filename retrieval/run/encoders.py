@@ -143,7 +143,7 @@ def named_backbone(
     if factory.takes("features"):
         raise BundleError(takes_vectors)
     if "name" in parameters:
-        raise RecipeError(["[backbone] name: the backbone is already named. Leave it out."], name)
+        raise RecipeError("[backbone] name: the backbone is already named. Leave it out.", name)
     table = {**parameters, "name": name}
     if problems := plugins.check("backbones", table, "[backbone]"):
         raise RecipeError(problems, name)
