@@ -108,14 +108,13 @@ def _refuse_shallow(folder: Path, keys: list[Path], depth: int, plain: bool) -> 
     """Raise a `DataError` for images in fewer than `depth` folders; `plain` means no `levels`."""
     shallow = [key for key in keys if len(key.parts) <= depth]
     if shallow:
-        plural = len(shallow) > 1
         if plain:
             where = "no class folder"
         else:
             where = f"fewer than {depth} folders"
         raise DataError(
-            f"{folder}: {len(shallow):,} image{'s are' if plural else ' is'} in {where},"
-            f" so there is no label: {some(shallow)}. Move {'them' if plural else 'it'}."
+            f"{folder}: {quantity(len(shallow), 'image is', 'images are')} in {where}, so there is"
+            f" no label: {some(shallow)}. Move {'it' if len(shallow) == 1 else 'them'}."
         )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from retrieval.errors import DataError
+from retrieval.errors import DataError, quantity
 from retrieval.helpers import ADVICE, Box, Count, Counts, differing, refuse, skip_unreadable, some
 from retrieval.plugin import Dataset, FileDataset, find_images
 
@@ -319,10 +319,9 @@ def _path_problems(images: Path, rows: Sequence[Row]) -> list[str]:
         problems.append(f"{len(twice):,} images are listed twice: {some(twice)}.")
     missing = [path for path in sorted(seen) if inside(path) and not _is_file(images / path)]
     if missing:
-        plural = len(missing) > 1
+        verb = "is" if len(missing) == 1 else "are"
         problems.append(
-            f"{len(missing):,} of {len(seen):,} images {'are' if plural else 'is'} missing in"
-            f" {images}: {some(missing)}."
+            f"{len(missing):,} of {len(seen):,} images {verb} missing in {images}: {some(missing)}."
         )
     return problems
 
@@ -345,9 +344,6 @@ def _role_problems(rows: Sequence[Row], strict: bool, unknown: bool) -> list[str
     absent = sorted(query - gallery)
     # With counts = "any", a part of the data set may lack some classes, but not all.
     if absent and not unknown and (strict or len(absent) == len(query)):
-        plural = len(absent) > 1
-        return [
-            f"{len(absent):,} {'classes' if plural else 'class'} of queries"
-            f" {'have' if plural else 'has'} no image in the gallery: {some(absent)}."
-        ]
+        classes = quantity(len(absent), "class of queries has", "classes of queries have")
+        return [f"{classes} no image in the gallery: {some(absent)}."]
     return []
