@@ -33,6 +33,7 @@ from retrieval.index.sources import (
     Sources,
     is_embedding,
     rows_at,
+    state_of,
     text_problem,
 )
 from retrieval.store.filters import flat_texts, metadata_texts
@@ -231,6 +232,11 @@ class Vectors:
             for folder in (Path(str(name)) for name in dict.fromkeys(named))
         }
         self._refuse_unfit()
+        self._states = {
+            path: state_of(path)
+            for folder, plan in self._plans.items()
+            for path in (part_file(folder, number) for number in range(plan.parts))
+        }
         batches = (
             batch for folder, plan in self._plans.items() for batch, _ in rows(folder, plan, ())
         )
@@ -245,42 +251,35 @@ class Vectors:
         numbers = np.asarray(positions, np.int64)
         first = 0
         for folder, plan in self._plans.items():
-            for (keys, stamps, *sizes), arrays in self._arrays(folder, plan):
-                batch = range(first, first + len(keys))
-                items = self.sources.items.take(batch)
-                if (items.ids, items.recorded) != (keys, stamps):
-                    raise self._changed_error()
+            for sizes, arrays in self._arrays(folder, plan):
+                batch = range(first, first + len(sizes))
                 first = batch.stop
                 start, stop = np.searchsorted(numbers, [batch.start, batch.stop])
-                chosen = (numbers[start:stop] - batch.start).tolist()
+                chosen: Sequence[int] = (numbers[start:stop] - batch.start).tolist()
                 if len(chosen) == len(batch):
                     chosen = range(len(batch))
                 arrays = {name: rows_at(array, chosen) for name, array in arrays.items()}
-                size_of = rows_at(list(zip(*sizes, strict=True)), chosen)
-                items = items.take(chosen)
-                stored = items.items(self._keep, items.recorded, arrays, size_of)
+                items = self.sources.items.take(batch).take(chosen)
+                sizes = rows_at(sizes, chosen)
+                stored = items.items(self._keep, items.recorded, arrays, sizes)
                 yield Batch(stored, {}, len(chosen))
-        if first != len(self.sources.items):
-            raise self._changed_error()
-
-    def _changed_error(self) -> DataError:
-        return DataError(
-            f"{next(iter(self._plans))} was changed while it was read. Run the command again."
-        )
 
     def _arrays(
         self, folder: Path, plan: EmbeddingPlan
-    ) -> Iterator[tuple[list[list[Any]], dict[str, Floats]]]:
-        """Yield batches: keys, stamps and sizes, and the arrays that the index stores."""
+    ) -> Iterator[tuple[list[tuple[int | None, int | None, int | None]], dict[str, Floats]]]:
+        """Yield batches: sizes of originals, and the arrays that the index stores."""
         names = list(self._index.generation.widths)
         for number in range(plan.parts):
             with _part_table(folder, plan, number) as table:
-                for first, batch in table.batches(["key", "stamp", *SIZES, *names]):
+                for first, batch in table.batches([*SIZES, *names]):
                     arrays = {name: _numbers(table, batch, name, plan, first) for name in names}
                     with table_errors(table.path):
-                        facts = ("key", "stamp", *SIZES)
-                        columns = [table.values(batch[name], name) for name in facts]
-                    yield columns, arrays
+                        columns = [table.values(batch[name], name) for name in SIZES]
+                    if state_of(table.path) != self._states[table.path]:
+                        raise DataError(
+                            f"{folder} was changed while it was read. Run the command again."
+                        )
+                    yield list(zip(*columns, strict=True)), arrays
 
     def _refuse_unfit(self) -> None:
         # Each time, because a migration may have changed the index's bundle since.

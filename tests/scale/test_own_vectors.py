@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from retrieval import Index
+from retrieval.errors import DataError
 from retrieval.index.write_embeddings import embed_sources
 from retrieval.store.local import LocalStore
 
@@ -122,3 +123,21 @@ def test_long_metadata_are_not_held_in_memory(tmp_path, process):
     assert (count, characters) == (COUNT, len('{"note": ""}') + 5000)
     # 300 MB of text; a block of it is held three times
     assert kib < 130_000, kib
+
+
+def test_a_part_that_changes_while_it_is_read_is_refused(folder, tmp_path, monkeypatch):
+    tables = [folder / "0.parquet", folder / f"{HALF}.parquet"]
+    embed_sources(folder / "bundle", tables, tmp_path / "e", progress=False)
+    parts = sorted((tmp_path / "e").glob("part-*.parquet"))
+    upsert, written = LocalStore.upsert, []
+
+    def changing(self, items, bundle):
+        written.append(len(items))
+        os.utime(parts[-1])
+        return upsert(self, items, bundle)
+
+    monkeypatch.setattr(LocalStore, "upsert", changing)
+    with pytest.raises(DataError, match="was changed while it was read"):
+        Index.create(tmp_path / "i", tmp_path / "e", model=folder / "bundle", progress=False)
+    assert written and sum(written) < COUNT
+    assert not (tmp_path / "i").exists()
