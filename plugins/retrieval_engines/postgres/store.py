@@ -395,8 +395,9 @@ class PostgresStore(RemoteStore):
         answers = nearest(queries, broadly)
         # The search of a graph may end before it has found as many that match a filter.
         short = [number for number, ids in enumerate(answers) if len(ids) < count]
-        for number, ids in zip(short, nearest(queries[short], exactly), strict=True):
-            answers[number] = ids
+        if short:
+            for number, ids in zip(short, nearest(queries[short], exactly), strict=True):
+                answers[number] = ids
         return answers
 
     # Filters
