@@ -388,7 +388,7 @@ class _Sums(torch.autograd.Function):
                 tops.append(top)
                 F.threshold(powers, 1.01 * math.exp(low), 0, inplace=True)
             if roots is not None:
-                powers.div_(roots)
+                powers = torch.div(powers, roots, out=block)
             if isinstance(derivative, Tensor):
                 powers.mul_(derivative)
             else:
