@@ -213,8 +213,7 @@ class LocalStore(Store):
 
             def chunks(name: str) -> Iterator[Floats]:
                 for start in range(0, len(embedded), _ROWS):
-                    numbers = embedded[start : start + _ROWS]
-                    yield view.read(connection, numbers, [name])[0][name]
+                    yield view.read(connection, embedded[start : start + _ROWS], [name])[0][name]
 
             arrays = {name: chunks(name) for name in generation.widths}
             append_rows(connection, self.folder, generation, new[has_arrays], arrays)
@@ -522,12 +521,11 @@ class LocalStore(Store):
             upto = upto_of(connection, generation.number)
             sql = "select n, id from items where n in (select value from json_each(?))"
             text = json.dumps([n for n in numbers.values() if n > upto])
-            alive = sorted(ask(connection, sql, (text,)))
-            chosen = [embedded[id] for _, id in alive if id in embedded]
-            chunks = {name: [columns.arrays[name][chosen]] for name in generation.widths}
-            rows = np.array([n for n, id in alive if id in embedded], np.int64)
-            append_rows(connection, self.folder, generation, rows, chunks)
-            out = [(generation.number, n) for n, id in alive if id not in embedded]
+            alive = [(n, embedded.get(id)) for n, id in sorted(ask(connection, sql, (text,)))]
+            chosen = np.array([pair for pair in alive if None not in pair], np.int64).reshape(-1, 2)
+            chunks = {name: [columns.arrays[name][chosen[:, 1]]] for name in generation.widths}
+            append_rows(connection, self.folder, generation, chosen[:, 0], chunks)
+            out = [(generation.number, n) for n, row in alive if row is None]
             connection.executemany("insert or ignore into left_out values (?, ?)", out)
             sql = "update generations set upto = max(upto, ?) where g = ?"
             connection.execute(sql, (max(numbers.values()), generation.number))
@@ -624,9 +622,8 @@ class LocalStore(Store):
     def _announce(self, generation: Generation) -> float:
         """Announce a large generation; return how many seconds other processes need to load it."""
         with self.record.reading() as connection:
-            rows = value(
-                connection, "select rows from generations where g = ?", (generation.number,)
-            )
+            sql = "select rows from generations where g = ?"
+            rows = value(connection, sql, (generation.number,))
             # Once: at the next attempt they need only load what was written meanwhile.
             is_known = expected_generation(connection) == generation.number
             if _is_served(connection, generation) or is_known or rows < MIN_ROWS:
