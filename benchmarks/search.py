@@ -1,9 +1,11 @@
 """The cost of a search on one thread with real vectors: exact search, a whole search with ids and
 labels, and search structures of growing size.
 
-    python benchmarks/search.py                      # everything, then results/search.md
-    python benchmarks/search.py --parts exact        # one part; the other results stay
-    python benchmarks/search.py --shapes 50000x64    # the whole path at one shape
+    # up to 100,000 vectors, in about 15 minutes, then results/search.md; other rows stay
+    python benchmarks/search.py
+    python benchmarks/search.py --large              # a million vectors; 25 minutes, 5 GB
+    python benchmarks/search.py --parts exact        # one part
+    python benchmarks/search.py --shapes 50000x64    # exact search and the whole path at one shape
     python benchmarks/search.py --vectors mine.npy   # structures on your own vectors, not kept
 
 Vectors are Fashion-MNIST's training images, shifted and mirrored, as principal components of their
@@ -11,8 +13,8 @@ pixels. Vectors of 128 numbers are damped to resemble a trained embedding (96 % 
 about 20 directions). Queries are test images.
 
 Exact search: the median CPU time of a call, beside FAISS's flat index, for which the setting of
-BLAS holds that our searches make; rows before commit 5c3bb028 have its default. The whole path
-takes turns with FAISS by hand; a million vectors of 768 numbers need 10 GB and half an hour.
+BLAS holds that our searches make. The whole path takes turns with FAISS by hand. A million vectors
+of 768 numbers are run only if `--shapes` names them: they need 16 GB, and the graph hours.
 Structures have their default parameters and propose candidates, whose distances are computed again,
 as in a search of the index.
 """
@@ -84,17 +86,15 @@ def vectors_of(count: int, width: int, power: float) -> tuple[Any, Any]:
 
 # Exact search
 
-SHAPES = {(10_000, 128): 25, (50_000, 64): 25, (100_000, 128): 11, (1_000_000, 128): 5}
-"""Rows and width of the vectors, and the number of measured calls."""
+EXACT_SHAPES = [(10_000, 128), (50_000, 64), (100_000, 128), (1_000_000, 128)]
+"""Rows and width of the vectors."""
 BATCHES, COMPANION_FROM = (1, 8, 32), 50_000
 
 
-def exact() -> list[Row]:
-    """Return the milliseconds of exact search for each shape and batch."""
-    return [row for shape, calls in SHAPES.items() for row in exact_rows(shape, calls)]
-
-
-def exact_rows(shape: tuple[int, int], calls: int) -> list[Row]:
+def exact_rows(count: int, width: int) -> list[Row]:
+    """Return the milliseconds of exact search for each batch."""
+    shape = count, width
+    calls = max(5, min(25, 2_000_000 // count))
     vectors, queries = vectors_of(*shape, power=0.25 if shape[1] == 128 else 0.0)
     index = faiss.IndexFlatL2(shape[1])
     index.add(vectors)
@@ -115,14 +115,20 @@ def exact_rows(shape: tuple[int, int], calls: int) -> list[Row]:
                 search(some)
                 spent[name].append(1000 * (time.process_time() - began))
         medians = {name: float(np.median(times)) for name, times in spent.items()}
-        rows.append({"shape": f"{shape[0]:,} × {shape[1]}", "queries": batch, **medians})
+        row = {"count": count, "width": width, "queries": batch, "commit": commit()}
+        rows.append(row | medians)
         print(rows[-1], flush=True)
     return rows
 
 
 # The whole path
 
-COUNTS, WIDTHS, ROUNDS = (10_000, 50_000, 1_000_000), (64, 128, 768), 15
+ROUNDS = 15
+PATH_SHAPES = [
+    *((count, width) for count in (10_000, 50_000) for width in (64, 128, 768)),
+    *((count, width) for count in (100_000, 1_000_000) for width in (64, 128)),
+]
+LARGE = 1_000_000
 BATCHES_OF_PATH = (1, 32)
 SECONDS_OF_TURN = 0.15
 """Least CPU time of one contestant's turn."""
@@ -138,14 +144,16 @@ def path_rows(count: int, width: int) -> list[Row]:
         with tempfile.TemporaryDirectory(dir=WORK) as place:
             folder = Path(place)
             make_bundle(folder / "bundle", width, 1.0)
+            began = time.process_time()
             make_index(folder / "index", folder / "bundle", vectors, name)
+            built = time.process_time() - began
             first = alone(first_search, folder / "index", queries[:1])
             with Index.open(folder / "index", threads=1) as index:
                 hand = by_hand(folder / "index", vectors, name)
                 for batch in BATCHES_OF_PATH:
                     row: Row = {"count": count, "width": width, "index": name, "queries": batch}
                     row |= turns_of(index, hand, queries, batch) | {"load": load()}
-                    rows.append(row | {"first": first, "commit": commit()})
+                    rows.append(row | {"first": first, "built": built, "commit": commit()})
                     print(rows[-1], flush=True)
     return rows
 
@@ -229,7 +237,7 @@ def structures(file: Path | None = None) -> Row:
         whole, queries = vectors_of(max(sizes), 128, power=0.25)
     queries, width = np.ascontiguousarray(queries[:QUERIES], np.float32), whole.shape[1]
     source = str(file or "Vectors of Fashion-MNIST's training images")
-    raw: Row = {"what": f"{source}, {width} numbers", "width": width}
+    raw: Row = {"what": f"{source}, {width} numbers", "width": width, "commit": commit()}
     raw |= {**machine_of("faiss-cpu", "numpy"), "rows": []}
     for size in sizes:
         vectors = np.ascontiguousarray(whole[:size], np.float32)
@@ -271,14 +279,50 @@ def structure_row(name: str, vectors: Any, queries: Any, truth: Any) -> Row:
 # The page
 
 
-def times_table(head: list[str], rows: list[Row], names: list[str]) -> str:
-    """Return a table of milliseconds: columns of text, then a column for each contestant."""
+SEARCHES = ("IndexFlatL2", "nearest", "with companion")
+
+
+def exact_table(rows: list[Row]) -> str:
     lines = [
-        [*(str(row[key]) for key in head), *(f"{row[n]:.2f}" if n in row else "" for n in names)]
+        [
+            f"{row['count']:,} × {row['width']}",
+            str(row["queries"]),
+            *(f"{row[name]:.2f}" if name in row else "" for name in SEARCHES),
+            row["commit"],
+        ]
         for row in rows
     ]
-    titles = ["vectors" if key == "shape" else key for key in head]
-    return markdown([*titles, *names], lines)
+    return markdown(["vectors", "queries", *SEARCHES, "commit"], lines)
+
+
+def growth_table(raw: Row) -> str:
+    """Return the exponents of time by number of vectors, where there are three sizes or more."""
+    curves: dict[tuple[str, str], dict[int, float]] = {}
+
+    def add(title: str, queries: object, count: int, spent: float) -> None:
+        curves.setdefault((title, str(queries)), {})[count] = spent
+
+    for row in raw["exact"]:
+        for name in SEARCHES:
+            if name in row:
+                add(f"{name}, {row['width']} numbers", row["queries"], row["count"], row[name])
+    for row in raw["path"]:
+        kind = f"`{row['index']}`, {row['width']} numbers"
+        add(f"`Index.search`, {kind}", row["queries"], row["count"], row["ours"])
+        add(f"FAISS by hand, {kind}", row["queries"], row["count"], row["hand"])
+        add(f"first search, {kind}", 1, row["count"], row["first"])
+        if "built" in row:
+            add(f"adding and building, {kind}", "", row["count"], row["built"])
+    lines = []
+    for (title, queries), spent in curves.items():
+        if len(spent) < 3:
+            continue
+        counts = sorted(spent)
+        times = np.log([spent[count] for count in counts])
+        exponent = np.polyfit(np.log(counts), times, 1)[0]
+        note = "more than linear" if exponent > 1.1 else ""
+        lines.append([title, queries, ", ".join(f"{n:,}" for n in counts), f"{exponent:.2f}", note])
+    return markdown(["time of", "queries", "vectors", "exponent", ""], lines)
 
 
 def structures_part(raw: Row) -> str:
@@ -298,7 +342,7 @@ def structures_part(raw: Row) -> str:
         {raw["what"]}, each structure as it comes; its candidates are measured again. Bytes are
         those of the structure's file; an index keeps the vectors ({4 * raw["width"]} bytes each)
         beside it. {QUERIES} queries, one at a time. {raw["machine"]}, {raw["versions"]}; load
-        average {raw["load"]} at the start.
+        average {raw["load"]} at the start, commit {raw.get("commit", "06cd1161")}.
 
         {markdown(list(columns), lines)}
     """
@@ -320,7 +364,6 @@ def path_table(rows: list[Row]) -> str:
 
 
 def render(raw: Row) -> str:
-    searches = ["IndexFlatL2", "nearest", "with companion"]
     return page(f"""
         # Search
 
@@ -330,7 +373,7 @@ def render(raw: Row) -> str:
 
         Median CPU milliseconds of a call.
 
-        {times_table(["shape", "queries"], raw["exact"], searches)}
+        {exact_table(raw["exact"])}
 
         ## The whole path of a search
 
@@ -344,18 +387,25 @@ def render(raw: Row) -> str:
 
         {path_table(raw["path"])}
 
+        ## How the time of a search grows
+
+        The exponent b of the time c Nᵇ of N vectors, fitted to the rows above: 1 is linear.
+
+        {growth_table(raw)}
+
         {structures_part(raw["structures"])}
     """)
 
 
-PARTS: dict[str, Callable[[], Any]] = {"exact": exact, "structures": structures}
+PARTS = ("exact", "path", "structures")
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=[])
-    shapes = "rows and width such as 50000x64, for the whole path; the rows of other shapes stay"
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    shapes = "rows and width such as 50000x64; the rows of other shapes stay"
     parser.add_argument("--shapes", nargs="*", default=[], help=shapes)
+    parser.add_argument("--large", action="store_true", help="the shapes of a million rows alone")
     mine = "a .npy file (N, D) float32 to build structures over; its last rows are the queries"
     parser.add_argument("--vectors", type=Path, help=mine)
     options = parser.parse_args()
@@ -364,17 +414,27 @@ def main() -> None:
         print(page(structures_part(structures(options.vectors))))
         return
     WORK.mkdir(exist_ok=True)
-    chosen = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
-    if not options.parts and not chosen:
-        options.parts = list(PARTS)
-        chosen = [(count, width) for count in COUNTS for width in WIDTHS]
-    parts = {name: PARTS[name]() for name in options.parts}
-    rows = [row for shape in chosen for row in path_rows(*shape)]
-    raw = json.loads((RAW / "search.json").read_text(encoding="utf-8")) | parts
-    others = [row for row in raw["path"] if (row["count"], row["width"]) not in chosen]
-    order = itemgetter("count", "width", "index", "queries")
-    raw["path"] = sorted([*others, *rows], key=order)
-    finish("search", raw, render(raw), measured=bool(options.parts))
+    named = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
+    raw = json.loads((RAW / "search.json").read_text(encoding="utf-8"))
+    if "structures" in options.parts and not named and not options.large:
+        raw["structures"] = structures()
+        keep_results(raw)
+    for part, shapes_of_part, measure in (
+        ("exact", EXACT_SHAPES, exact_rows),
+        ("path", PATH_SHAPES, path_rows),
+    ):
+        chosen = [shape for shape in shapes_of_part if (shape[0] >= LARGE) == options.large]
+        for count, width in (named or chosen) if part in options.parts else ():
+            rows = measure(count, width)
+            others = [row for row in raw[part] if (row["count"], row["width"]) != (count, width)]
+            order = itemgetter("count", "width", "index", "queries")
+            raw[part] = sorted([*others, *rows], key=lambda row: order({"index": "", **row}))
+            keep_results(raw)
+
+
+def keep_results(raw: Row) -> None:
+    """Write the rows and the page after each shape, so that an interrupted run keeps them."""
+    finish("search", raw, render(raw), measured=False)
 
 
 if __name__ == "__main__":

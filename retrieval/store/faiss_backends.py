@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import Field, NonNegativeInt
 
 from retrieval.base.arrays import Bools, Floats32, Ints
+from retrieval.base.memory_map import FileMap
 from retrieval.base.runtime import load_faiss
 from retrieval.errors import StoreError
 from retrieval.store.index_backend import IndexBackend
@@ -98,7 +99,7 @@ class FaissBackend(IndexBackend):
     def __init__(self) -> None:
         self._index: Any = None
         self._gpu_index: Any = None
-        self._content = np.empty(0, np.uint8)
+        self._mapped: FileMap | None = None
 
     def build(self, vectors: Floats32, report: Callable[[int], object]) -> None:
         """Train on a sample that FAISS draws, then add all vectors; see `IndexBackend`."""
@@ -205,10 +206,11 @@ class FaissBackend(IndexBackend):
             # Without a limit, a damaged length could make FAISS allocate terabytes.
             faiss.set_deserialization_vector_byte_limit(max(path.stat().st_size, self.room))
             try:
-                # FAISS uses the links in place, without a copy, so this array must stay referenced.
-                self._content = np.fromfile(file, np.uint8)
-                pointer = faiss.swig_ptr(self._content)
-                reader = faiss.ZeroCopyIOReader(pointer, len(self._content))
+                # FAISS uses the links in place, without a copy, so the map must stay referenced.
+                # A copy of a graph of a million vectors would take a quarter of a second.
+                self._mapped = FileMap(file)
+                pointer = faiss.swig_ptr(np.frombuffer(self._mapped, np.uint8))
+                reader = faiss.ZeroCopyIOReader(pointer, len(self._mapped))
                 index = faiss.read_index(reader, faiss.IO_FLAG_ONDISK_SAME_DIR)
             except Exception as fault:
                 # Quote the last line of FAISS's message; the others name its source files.
@@ -219,6 +221,10 @@ class FaissBackend(IndexBackend):
         if type(index).__name__ not in self.kinds or index.metric_type != faiss.METRIC_L2:
             raise StoreError(f"It is a {type(index).__name__}, which this back end does not write.")
         return index
+
+    def intact(self) -> bool:
+        """Return whether the file has kept its content since `load` mapped it."""
+        return self._mapped is None or self._mapped.intact()
 
     def _prepare(self, index: Any, vectors: Floats32) -> None:
         """Raise a `StoreError` for an index that `build` cannot have made; attach its vectors."""
@@ -394,8 +400,10 @@ class Hnsw(FaissBackend):
             return
         links = faiss.rev_swig_ptr(index.hnsw.neighbors.data(), index.hnsw.neighbors.size())
         slots = faiss.vector_to_array(index.hnsw.offsets)[:-1].astype(np.int64)
-        self._copies = np.flatnonzero((links[slots] >= 0) & (links[slots] == links[slots + 1]))
-        self._originals = links[slots[self._copies]].astype(np.int64)
+        first = links[slots]
+        slots += 1
+        self._copies = np.flatnonzero((first >= 0) & (first == links[slots]))
+        self._originals = first[self._copies].astype(np.int64)
         for copy, original in zip(self._copies.tolist(), self._originals.tolist(), strict=True):
             self._copies_of.setdefault(original, []).append(copy)
 

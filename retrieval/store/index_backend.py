@@ -77,6 +77,10 @@ class IndexBackend(ABC):
             returned for a query, its row numbers end with -1.
         """
 
+    def intact(self) -> bool:
+        """Return whether the files that `load` mapped have kept their content."""
+        return True
+
     @property
     def selective(self) -> bool:
         """Whether `search_selected` is implemented; otherwise filtered searches are exact."""

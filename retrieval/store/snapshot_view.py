@@ -496,7 +496,7 @@ class View(GenerationRows):
                 rows = self.structure.propose(
                     space, columns, count, mask, filtered=only is not None
                 )
-                if rows is not None:
+                if rows is not None and self.structure.intact():
                     answers.append(_measured(queries, vectors, span, rows, count))
             elif (companion := self.structure.companion) is not None:
                 head = vectors[:covered]

@@ -90,6 +90,7 @@ for outcome in sorted(set(outcomes), key=str):
     [
         ("flat", "*.vector"),
         ("hnsw", "*.vector"),
+        ("hnsw", "*.hnsw"),
         ("companion", "*.vector"),
         ("companion", "*.companion"),
     ],
