@@ -402,10 +402,8 @@ class LocalStore(Store):
         if answers is None:
             return None
         if distinct and distances is not None and not arrays:
-            return [
-                Candidates(items, {}, apart)
-                for items, apart in zip(answers, distances, strict=True)
-            ]
+            pairs = zip(answers, distances, strict=True)
+            return [Candidates(items, {}, apart) for items, apart in pairs]
         columns = [None] * len(rows) if distances is None else distances
         return [
             nearest_candidates(view, items, group[mask], apart, count, arrays)
@@ -430,15 +428,12 @@ class LocalStore(Store):
             if connection is None:
                 return None
             answers = None
+        sql = f"select {ITEM_COLUMNS} from items where n in (select value from json_each(?))"
         try:
             # Every search has this stage, so that its count equals that of searches.
             with stage("items", sum(map(len, numbers))):
                 if answers is None and connection is not None:
                     missing = list(set(chain(*numbers)).difference(cached))
-                    sql = (
-                        f"select {ITEM_COLUMNS} from items where n in"
-                        " (select value from json_each(?))"
-                    )
                     for row in ask(connection, sql, (json.dumps(missing),)):
                         cached[row[0]] = from_row(row)
                         self._bytes += _ITEM_BYTES + 8 * len(row[3])
