@@ -311,8 +311,8 @@ def calibrate(
         progress: see `add`.
 
     Raises:
-        DataError: the index has fewer than two classes, or its bundle's distances cannot be
-            compared between queries.
+        DataError: the index has fewer than two classes, no item has the field `distinct`, or the
+            bundle's distances cannot be compared between queries.
         StoreError: the index is read-only, its store keeps no notes, or the disk fails.
     """
     if at_least_one("draws", draws) % 2 == 0 or draws > _MAX_PROBES:
@@ -329,6 +329,11 @@ def calibrate(
                 f"The index {index.path} has {len(items.by_class)} classes by its"
                 f" field '{label or 'label'}'. Calibration needs two or more; each further one"
                 " allows a smaller rate."
+            )
+        if distinct is not None and not items.has_bursts:
+            raise DataError(
+                f"No item of the index {index.path} that has a class has the field '{distinct}', by"
+                " which bursts are told apart. Name another field."
             )
         rng = np.random.default_rng(seed)
         probes = items.draw(rng, draws)
@@ -395,6 +400,11 @@ class _Classes:
                     self.class_of[item.id] = name
                     self.by_class[name].append(item.id)
                     self._alike[name, self._burst(item)] += 1
+
+    @property
+    def has_bursts(self) -> bool:
+        """Whether an item has the field `distinct`."""
+        return any(burst.startswith("=") for _, burst in self._alike)
 
     def _burst(self, entry: Item | Hit) -> str:
         """Return what an item shares only with items that must not be compared with it."""

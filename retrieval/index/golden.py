@@ -33,7 +33,7 @@ from retrieval.base.progress import Meter, Progress, showing
 from retrieval.base.strict_json import strict_loads
 from retrieval.base.trec import Rankings, lines_of, number_of, read_qrels, run_text
 from retrieval.bundle.bundle import Bundle, Encoded
-from retrieval.errors import BelowTarget, DataError, refuse, some
+from retrieval.errors import BelowTarget, DataError, quantity, refuse, some
 from retrieval.index.calibration import as_queries
 from retrieval.index.queries_and_hits import Hit, encode_queries
 from retrieval.store.items import Item
@@ -116,7 +116,8 @@ class GoldenReport:
         width = max(map(len, self.values))
         lines = [f"{name:<{width}}  {value:.4f}" for name, value in self.values.items()]
         failed = sum(bool(score.missed) for score in self.queries)
-        counts = f"{len(self.queries):,} queries, of which {failed:,} miss a relevant item"
+        queries = quantity(len(self.queries), "query", "queries")
+        counts = f"{queries}, of which {failed:,} miss a relevant item"
         if self.missing:
             counts += f"; {self.missing:,} ids left out, which the index lacks"
         return "\n".join([*lines, counts])

@@ -228,6 +228,8 @@ def test_too_few_classes(index):
     with pytest.raises(DataError, match="has 1 classes by its field 'label'"):
         index.calibrate(**QUIET)
     put(index, vectors, labels)
+    with pytest.raises(DataError, match="has the field 'evnt', by which bursts"):
+        index.calibrate(distinct="evnt", **QUIET)
     with pytest.raises(DataError, match="has 0 classes by its field 'colour'"):
         index.calibrate("colour", **QUIET)
     with pytest.raises(DataError, match="must be odd"):
