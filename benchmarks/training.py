@@ -13,8 +13,10 @@ both sides take turns in one process on one thread and one core, with worker pro
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -44,6 +46,7 @@ from torchvision.transforms import InterpolationMode, v2
 from bench import RAW, arguments, finish, in_turns, machine_of, markdown, one_thread, page
 
 SIZE, BATCHES, CLASSES, ITEMS = 28, 20, 8, 16
+IMAGES = BATCHES * CLASSES * ITEMS
 PICTURES, PHOTOS = 6000, 256
 SMALL = {"name": "core.convnet", "size": SIZE, "width": 12, "layers": 1}
 LARGE = {"name": "core.convnet", "size": SIZE}
@@ -324,9 +327,11 @@ def loaded(case: Case, run: Run, files: list[Path]) -> Callable[[Batches], Itera
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its child processes."""
+    """Return the CPU seconds of this process and of its child processes, ended ones too."""
     children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return time.process_time() + sum(times.user + times.system for times in children)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    running = sum(times.user + times.system for times in children)
+    return time.process_time() + running + ended.ru_utime + ended.ru_stime
 
 
 def measure(repeats: int, only: list[str] | None) -> dict[str, Any]:
@@ -334,7 +339,8 @@ def measure(repeats: int, only: list[str] | None) -> dict[str, Any]:
     one_thread()
     torch.set_num_threads(1)
     raw = machine_of("torch", "torchvision", "pytorch-metric-learning")
-    raw |= {"repeats": repeats, "cases": {}}
+    where = "on one core, or on all with `workers`, whose CPU time counts too"
+    raw |= {"repeats": repeats, "where": where, "cases": {}}
     cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -349,6 +355,9 @@ def measure(repeats: int, only: list[str] | None) -> dict[str, Any]:
                 sides[f"{OURS}, {title}"] = by_trainer(case, folder, **train)
             rows = in_turns(sides, repeats, cpu_seconds)
             raw["cases"][case.title] = rows | {"images": case.images}
+            # Worker processes end now, and not while the next case is measured.
+            del sides
+            gc.collect()
             print(case.title, {side: f"{ratio(rows, side):.3f}" for side in rows}, flush=True)
     return raw
 
@@ -366,7 +375,7 @@ def render(raw: dict[str, Any]) -> str:
         for side in [side for side in rows if side.startswith(OURS)]:
             own = statistics.median(rows[side]["cpu"])
             name = title if side == OURS else f"{title}, {side.partition(', ')[2]}"
-            cells = [f"{rows['images'] / bare:,.0f}", f"{bare:.2f}", f"{own:.2f}"]
+            cells = [f"{rows.get('images', IMAGES) / bare:,.0f}", f"{bare:.2f}", f"{own:.2f}"]
             ratios = [f"{ratio(rows, side, clock):.2f} ×" for clock in ("cpu", "wall")]
             lines.append([name, *cells, *ratios])
     head = ["", "by hand, items a CPU second", "by hand, CPU s", "trainer, CPU s"]
@@ -377,10 +386,10 @@ def render(raw: dict[str, Any]) -> str:
         `python benchmarks/training.py`. {raw["machine"]}, one thread, {raw["versions"]}; load
         average {raw["load"]} at the start. Fashion-MNIST at {SIZE} px, {BATCHES} batches of
         {CLASSES} × {ITEMS}; photos are JPEGs of 640 × 480, which the loop by hand loads by torch's
-        `DataLoader`. {raw["repeats"]} epochs of each side in turn after a warm-up, on one core, or
-        on all with `workers`, whose CPU time counts too. Rows without a net have a small one
-        (`core.convnet` of width {SMALL["width"]}, one convolution a stage), which shows the
-        trainer's own cost. Aim: {AIM} × the CPU seconds of the loop by hand.
+        `DataLoader`. {raw["repeats"]} epochs of each side in turn after a warm-up,
+        {raw.get("where", "on all cores")}. Rows without a net have a small one (`core.convnet` of
+        width {SMALL["width"]}, one convolution a stage), which shows the trainer's own cost. Aim:
+        {AIM} × the CPU seconds of the loop by hand.
 
         {markdown(head, lines)}
 
