@@ -278,6 +278,15 @@ def test_a_server_that_is_killed_while_two_write_loses_nothing_acknowledged(inde
     assert {item.id for item in hits} == found.keys()
 
 
+@pytest.mark.parametrize(("asked", "used"), [("off", "on"), ("local", "local")])
+def test_a_write_is_acknowledged_once_it_is_on_disk(index, monkeypatch, asked, used):
+    monkeypatch.setenv("PGOPTIONS", f"-c synchronous_commit={asked}")
+    with opened(index) as store, store._writing():
+        assert store._execute("show synchronous_commit") == [(used,)]
+        store.upsert(numbered_items(1), SERVED)
+        assert store._execute("show synchronous_commit") == [(used,)]
+
+
 def test_no_more_connections_than_allowed(index, server):
     index.upsert(numbered_items(200), SERVED)
     query = random_vectors(1, WIDTH, 0)
