@@ -261,7 +261,7 @@ def render(kept: list[Row]) -> str:
         components, and these become more. Below 100,000, the start of the process is a large part
         of a row. An index of more than 32,000,000 numbers, such as 1,000,000 vectors of
         {WIDTH}, also gets a graph of neighbours by `--backend auto`; here `flat` was named, and
-        [search.md](search.md) says what a graph costs.
+        `search.py` measures what a graph costs.
 
         Duplicates are exact: every pair within the distance is found, and nothing is approximated.
     """)

@@ -8,7 +8,6 @@ structure's files. A damaged structure is rebuilt.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import threading
@@ -40,7 +39,6 @@ COMPANION = "companion"
 """Name of the structure that speeds up exact search: a narrow table (`search.Companion`)."""
 COMPANION_MIN_ROWS = 50_000
 """Exact search in one sub-space gets a companion from this many vectors on."""
-_BLOCK = 1 << 20  # bytes per CRC-32
 # A structure is rebuilt once the added rows exceed this share of those it covers.
 _GROWTH = 1 / 8
 # Some candidates may be deleted items, so each query gets a few more.
@@ -96,8 +94,8 @@ class Structure:
         backend: the back end's name.
         options: the back end's parameters.
         rows: number of rows that it covers, from the start of the file of vectors.
-        files: name and checksum of each file; see `_checksum_of`. A back end has one file per
-            sub-space. A companion has one file, or none if its table would not be narrow enough.
+        files: name and CRC-32 of each file. A back end has one file per sub-space. A companion has
+            one file, or none if its table would not be narrow enough.
     """
 
     backend: str
@@ -247,7 +245,7 @@ def adopt_structure(
 
 
 def _saved(path: Path, save: Callable[[Path], object]) -> tuple[str, str]:
-    """Write a complete file or none; return its name and checksum."""
+    """Write a complete file or none; return its name and CRC-32."""
     with whole_file(path) as temporary:
         # `save` creates the file.
         temporary.unlink()
@@ -289,25 +287,15 @@ def load_structure(
 
 
 def _checksum_of(path: Path) -> str:
-    """Return a checksum of a file's CRC-32s, one per block, as the record keeps for arrays.
-
-    A SHA-256 of the file itself would take twice as long.
-    """
+    """Return the CRC-32 of a file; a SHA-256 would take twice as long."""
     with open_plain(path) as file:
-        content = np.frombuffer(FileMap(file), np.uint8)
-    starts = range(0, len(content), _BLOCK)
-    sums = [zlib.crc32(content[start : start + _BLOCK].data) for start in starts]
-    return "crc32 " + hashlib.sha256(np.array(sums, "<u4").tobytes()).hexdigest()
+        return f"{zlib.crc32(np.frombuffer(FileMap(file), np.uint8).data):08x}"
 
 
 def _is_whole(path: Path, expected: str) -> bool:
     """Return whether `path` is a regular file with this checksum."""
     try:
-        if expected.startswith("crc32 "):
-            return _checksum_of(path) == expected
-        # Structures that were built before 2026-12 have a SHA-256.
-        with open_plain(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == expected
+        return _checksum_of(path) == expected
     except (OSError, ValueError):
         # An empty file cannot be mapped.
         return False
