@@ -21,7 +21,6 @@ import numpy as np
 
 from retrieval.base.arrays import Bools, Ints
 from retrieval.base.files import whole_file
-from retrieval.base.memory_map import FileMap
 from retrieval.base.regular_files import open_plain
 from retrieval.base.runtime import load_faiss
 from retrieval.errors import RetrievalError, StoreError
@@ -39,6 +38,7 @@ COMPANION = "companion"
 """Name of the structure that speeds up exact search: a narrow table (`search.Companion`)."""
 COMPANION_MIN_ROWS = 50_000
 """Exact search in one sub-space gets a companion from this many vectors on."""
+_BLOCK = 1 << 20  # bytes
 # A structure is rebuilt once the added rows exceed this share of those it covers.
 _GROWTH = 1 / 8
 # Some candidates may be deleted items, so each query gets a few more.
@@ -288,14 +288,16 @@ def load_structure(
 
 def _checksum_of(path: Path) -> str:
     """Return the CRC-32 of a file; a SHA-256 would take twice as long."""
+    checksum = 0
     with open_plain(path) as file:
-        return f"{zlib.crc32(np.frombuffer(FileMap(file), np.uint8).data):08x}"
+        while block := file.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return f"{checksum:08x}"
 
 
 def _is_whole(path: Path, expected: str) -> bool:
     """Return whether `path` is a regular file with this checksum."""
     try:
         return _checksum_of(path) == expected
-    except (OSError, ValueError):
-        # An empty file cannot be mapped.
+    except OSError:
         return False
