@@ -80,6 +80,7 @@ class PostgresServer:
 
     def stop(self) -> None:
         """End the server, and delete its data."""
-        self.process.terminate()
+        # SIGTERM would wait for connections that a store still keeps.
+        self.process.send_signal(signal.SIGINT)
         self.process.wait(60)
         shutil.rmtree(self._folder, ignore_errors=True)
