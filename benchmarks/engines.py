@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,14 +249,22 @@ def processes(server: int | None) -> list[psutil.Process]:
     return list(own.values())
 
 
+def summed(server: int | None, value: Callable[[psutil.Process], float]) -> float:
+    """Return the sum of a value of this process, and of all processes of a server."""
+    while True:
+        with suppress(psutil.NoSuchProcess):
+            # A process that ends meanwhile leaves its CPU time to its parent.
+            return sum(value(process) for process in processes(server))
+
+
 def cpu_seconds(server: int | None) -> float:
     """Return the CPU time of this process, and of all processes that a server has or had."""
-    return sum(sum(process.cpu_times()[:4]) for process in processes(server))
+    return summed(server, lambda process: sum(process.cpu_times()[:4]))
 
 
 def memory(server: int | None) -> float:
     """Return the memory of this process and of a server's processes in MB, shared pages once."""
-    return sum(process.memory_full_info().pss for process in processes(server)) / 2**20
+    return summed(server, lambda process: process.memory_full_info().pss) / 2**20
 
 
 def megabytes(folder: Path) -> float:
