@@ -429,14 +429,14 @@ class _Sums(torch.autograd.Function):
                 matrix.clone(), exponents, pairs, every, pairs.not_negative
             )
             if hinge:
-                kept = powers > 0
-                shares = kept.to(powers.dtype)
+                counts = powers > 0
+                shares = counts.to(powers.dtype)
             else:
                 powers = powers - sums.unsqueeze(1)
-                kept = powers > _lowest_exponent(powers)
+                counts = powers > _lowest_exponent(powers)
                 shares = powers.exp()
             # `where` keeps out the derivative of the distance of an item from itself, which is NaN.
-            gradient = torch.where(kept, shares * (of_sums.unsqueeze(1) * factors), 0)
+            gradient = torch.where(counts, shares * (of_sums.unsqueeze(1) * factors), 0)
             # A positive pair may be listed twice.
             places = pairs.anchors, pairs.positives
             gradient.index_put_(places, of_values, accumulate=True)

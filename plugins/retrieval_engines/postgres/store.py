@@ -312,9 +312,9 @@ class PostgresStore(RemoteStore):
             record, numbers = row.split(generation)
             # A migration keeps the numbers.
             record.setdefault("number", number)
-            own = [record.pop(name) for name in COLUMNS if name != "record"]
-            own[-2:] = [UUID(own[-2]), Jsonb(own[-1])]
-            values.append([*own, Jsonb(record), *(numbers or nothing)])
+            entries = [record.pop(name) for name in COLUMNS if name != "record"]
+            entries[-2:] = [UUID(entries[-2]), Jsonb(entries[-1])]
+            values.append([*entries, Jsonb(record), *(numbers or nothing)])
         self._copy(table, COLUMNS | vectors, values)
 
     def _delete_rows(self, generation: Generation, ids: Sequence[str]) -> None:
@@ -465,8 +465,8 @@ def _searched(generation: Generation, space: int) -> tuple[str, str]:
 
 def _row(*values: Any) -> Row:
     *plain, vector = values
-    own = dict(zip(COLUMNS, plain, strict=True))
-    record = own.pop("record") | own | {"version": own["version"].hex}
+    entries = dict(zip(COLUMNS, plain, strict=True))
+    record = entries.pop("record") | entries | {"version": entries["version"].hex}
     if vector is not None:
         vector = vector.to_numpy()
     return Row.joined(record, vector)

@@ -96,8 +96,8 @@ class PostgresWords(PostgresStore):
                 rows = self._read_page(served, (), after, PAGE)
                 # Those that were written since the first page have their words.
                 text = f"select id from {self._words} where id = any(%s)"
-                known = set(self._execute(text, [row.id for row in rows]))
-                self._write_words([row for row in rows if (row.id,) not in known])
+                present = set(self._execute(text, [row.id for row in rows]))
+                self._write_words([row for row in rows if (row.id,) not in present])
                 self._write_notes({"words": not rows or rows[-1].id})
             report(len(rows))
 
